@@ -21,7 +21,7 @@ from maskfx.runtime.cpu_threads import give_back
 class Admission:
     """The requests of an engine that haven't ended.
 
-    All but `step_aside`, `stepping` and `is_full` is called with the lock of `changed` held.
+    All but `step_aside`, `stepping` and `is_full` are called with the lock of `changed` held.
 
     Args:
         running: maximum number of requests running at once.

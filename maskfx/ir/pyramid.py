@@ -84,6 +84,8 @@ class Level:
 
     `divide`: size = (size + grow) // divide + extra of the parent; `times` for finer levels.
     `region` is set for a level that has its parent's sites, but a separate set of active ones.
+    `offset`: where the first site begins among the parent's, after `times`; with a padding of four
+    sites at the top it is -4.
     `roll` is set for a level whose sites are its parent's, moved down and to the right as
     `torch.roll` moves them.
     """
@@ -94,6 +96,7 @@ class Level:
     extra: tuple[int, int] = (0, 0)
     times: tuple[int, int] = (1, 1)
     region: int = 0
+    offset: tuple[int, int] = (0, 0)
     roll: tuple[int, int] = (0, 0)
 
     def size(self, parent: tuple[int, int]) -> tuple[int, int]:
@@ -101,6 +104,14 @@ class Level:
             return (parent[i] * self.times[i] + self.grow[i]) // self.divide[i] + self.extra[i]
 
         return one(0), one(1)
+
+
+Place = tuple[tuple[float, float], tuple[float, float]]  # of a first site, and between two
+
+
+def is_near(one: Place, other: Place) -> bool:
+    """Return True if sites of equal number lie at most one site apart."""
+    return all(abs(one[0][i] - other[0][i]) <= max(one[1][i], other[1][i]) for i in (0, 1))
 
 
 @dataclass
@@ -146,18 +157,30 @@ class Pyramid:
         return self.hints.index(size) if size in self.hints else None
 
     def derive(self, level: Level) -> int:
-        """Return the level that `level` describes, and add it if no level has its size."""
+        """Return the level that `level` describes; add it if none has its size and its place."""
         assert level.parent is not None
         size, rolled = level.size(self.hints[level.parent]), self.rolled_from(level.parent)
         if level.roll == (0, 0):
+            own = self.place(level)
             for known, have in enumerate(self.hints):
-                if have == size and self.rolled_from(known) == rolled:
+                alike = have == size and self.rolled_from(known) == rolled
+                if alike and is_near(own, self.place(self.levels[known])):
                     return known
         elif level in self.levels:
             return self.levels.index(level)
         self.levels.append(level)
         self.hints.append(size)
         return len(self.levels) - 1
+
+    def place(self, level: Level) -> Place:
+        """Return where a level's first site begins in the picture, and how far apart sites lie."""
+        if level.parent is None:
+            return (0.0, 0.0), (1.0, 1.0)
+        first, step = self.place(self.levels[level.parent])
+        finer = [step[i] / level.times[i] for i in (0, 1)]
+        begins = [first[i] + level.offset[i] * finer[i] for i in (0, 1)]
+        apart = [finer[i] * level.divide[i] for i in (0, 1)]
+        return (begins[0], begins[1]), (apart[0], apart[1])
 
     def rolled_from(self, level: int) -> int | None:
         """Return the rolled level that a level is or is derived from, or None."""

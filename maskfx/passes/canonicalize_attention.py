@@ -244,7 +244,9 @@ def masked(found: Scores) -> bool:
     if isinstance(low, fx.Node):
         low = only_number(low)
     number = float(low) if isinstance(low, int | float) else 0.0
-    if number * found.scale > least_of(node) or not alone(node) or not is_wide(value, node):
+    if found.factors or number * found.scale > least_of(node):
+        return False
+    if not alone(node) or not is_wide(value, node):
         return False
     found.masks.append(Mask(mask, number, name == "where", found.axes))  # type: ignore[arg-type]
     found.node = value  # type: ignore[assignment]

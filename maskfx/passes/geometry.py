@@ -41,9 +41,20 @@ class Geometry:
     grow: Pair = (0, 0)
 
     def level(self, parent: int) -> Level:
-        """Return the level of the results, derived from the source's."""
+        """Return the level of the results, derived from the source's.
+
+        It begins where the middle of the first window lies in the middle of the first site.
+        """
+        offsets = [
+            self.dilation[i] * (self.kernel[i] - 1) / 2
+            - self.before[i]
+            - (self.stride[i] - 1) / 2
+            + (self.inserted[i] - 1)
+            for i in (0, 1)
+        ]
+        offset = int(offsets[0]), int(offsets[1])  # half a site counts as none
         if self.inserted != (1, 1):
-            return Level(parent=parent, grow=self.grow, times=self.inserted)
+            return Level(parent=parent, grow=self.grow, times=self.inserted, offset=offset)
         grow = tuple(
             self.before[i]
             + self.after[i]
@@ -52,7 +63,13 @@ class Geometry:
             + (self.stride[i] - 1 if self.ceil else 0)
             for i in (0, 1)
         )
-        return Level(parent=parent, grow=(grow[0], grow[1]), divide=self.stride, extra=(1, 1))
+        return Level(
+            parent=parent,
+            grow=(grow[0], grow[1]),
+            divide=self.stride,
+            extra=(1, 1),
+            offset=offset,
+        )
 
     def window(self, source: int, target: int) -> Window:
         inserted = self.inserted != (1, 1)
@@ -227,7 +244,7 @@ def transposed_geometry(node: fx.Node, lane_of: Callable[[Any], Lane]) -> Geomet
         kernel,
         stride,
         (-padding[0], -padding[1]),
-        (0, 0),
+        (extra[0] - padding[0], extra[1] - padding[1]),
         (-dilation[0], -dilation[1]),
         groups,
         inserted=stride,

@@ -197,7 +197,7 @@ class Beside(nn.Module):
         nn.Conv2d(4, 4, (4, 3), padding="same", padding_mode="replicate"),
         nn.Conv2d(4, 4, 3, padding="same", dilation=2),
         nn.Sequential(nn.ZeroPad2d((1, 0, 0, 1)), nn.Conv2d(4, 4, 2)),
-        nn.Sequential(nn.ReflectionPad2d(1), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=1)),
+        nn.Sequential(nn.ReflectionPad2d(2), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=1)),
         nn.ConvTranspose2d(4, 4, 3, stride=2),
         nn.ConvTranspose2d(4, 6, 4, stride=2, padding=1, bias=False),
         nn.ConvTranspose2d(4, 4, 3, stride=2, padding=1, output_padding=1, groups=4),

@@ -7,8 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import maskfx
 from maskfx.passes.narrow_moves import narrow_moves
-from tests.passes.tools import Make, check_values, picture, run_pass, shared, tokens
+from tests.passes.tools import (
+    TOLERANCE,
+    Make,
+    check_values,
+    denoiser_of,
+    error,
+    picture,
+    run_pass,
+    shared,
+    tokens,
+)
 
 
 class Sliced(nn.Module):
@@ -51,6 +62,71 @@ class Features(nn.Module):
 class RolledFeatures(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return torch.roll(hidden_states, (2, 1), (-1, 2)).tanh()
+
+
+class Padded(nn.Module):
+    """Sites move down by eight, and back."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return F.pad(sample.tanh(), (0, 0, 8, 0)).sin()[:, :, 8:]
+
+
+class Halved(nn.Module):
+    """The lower half is computed apart, and put back in its place."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return sample + F.pad(sample[:, :, 8:].tanh(), (0, 0, 8, 0))
+
+
+class Shrunk(nn.Module):
+    """Convolutions without padding, after one padding for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.Sequential(*(nn.Conv2d(4, 4, 3) for _ in range(4)))
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return self.convs(F.pad(sample, (4, 4, 4, 4), mode="reflect"))
+
+
+class Same(nn.Module):
+    """What `Shrunk` computes, with a padding for each convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shrunk = Shrunk()
+        self.convs = nn.Sequential(
+            *(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect") for _ in range(4))
+        )
+        self.convs.load_state_dict(shrunk.convs.state_dict())
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return self.convs(sample)
+
+
+def change_of(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Edit with other inputs in a small mask; return the result there, and the module's own."""
+    torch.manual_seed(1)
+    first = torch.randn(1, 4, 24, 24)
+    mask = torch.zeros(24, 24, dtype=torch.bool)
+    mask[13:22, 4:13] = True
+    then = torch.where(mask, first + 1, first)
+    denoiser = denoiser_of(module, lambda *_: {"sample": first})
+    kept = denoiser.record(sample=first)[1]
+    step = maskfx.EditStep({"sample": then}, mask, kept, any_step=True)
+    inside = (..., slice(17, 18), slice(8, 9))
+    return denoiser.edit([step])[0][inside], module(then)[inside].detach()
+
+
+@pytest.mark.parametrize("make", [Padded, Halved, Sliced])
+def test_masks_move_with_sites(make: Callable[[], nn.Module]) -> None:
+    assert error(*change_of(shared(make))) < TOLERANCE
+
+
+def test_masks_follow_windows_that_are_off_centre() -> None:
+    (found, wanted), (usual, _) = change_of(Shrunk()), change_of(Same())
+    assert (found - wanted).abs().max() <= (usual - wanted).abs().max() + TOLERANCE
 
 
 @pytest.mark.parametrize("make", [Sliced, Rolled, Written])

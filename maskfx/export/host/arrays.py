@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Bools = NDArray[np.bool_]
 Index = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 BITS = np.dtype(np.uint16)  # bfloat16: the upper half of a float32
 

@@ -16,7 +16,8 @@ class Level:
     """One level of the picture: its size follows from that of its parent.
 
     With a region, a level has its parent's sites, of which others may be active. With a roll, it
-    has its parent's sites moved down and to the right.
+    has its parent's sites moved down and to the right. `offset` is the site of the parent, counted
+    in its finer grid, at which the first site begins.
     """
 
     parent: int | None
@@ -26,6 +27,7 @@ class Level:
     times: Size
     region: int
     roll: Size = (0, 0)
+    offset: Size = (0, 0)
 
     def size(self, parent: Size) -> Size:
         def one(i: int) -> int:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from maskfx.export.host.arrays import Bools, Floats, Index
-from maskfx.export.host.layout import Layout, Level, Size
-from maskfx.export.host.windows import full_window, window_weights
+from maskfx.export.host.arrays import Bools, Index
+from maskfx.export.host.layout import Layout, Size
+from maskfx.ir.grids import Floats, full_window, mask_at, window_weights
 
 Place = tuple[int | None, int]  # a level (None: packed tokens), and a region
 
@@ -104,7 +104,7 @@ class Sites:
         spec = None if level is None else self.layout.levels[level]
         if spec is None or spec.parent is None or level is None:
             return self.regions.get(region, self.mask)
-        return resized(self.mask_at((spec.parent, region)), spec, self.grid(level))
+        return mask_at(self.mask_at((spec.parent, region)), spec, self.grid(level))
 
     def active(self, name: str) -> Index:
         """Return the indices of a segment's active sites, in order; of a text, all."""
@@ -221,19 +221,3 @@ def first_alike(mask: Bools | None, regions: Mapping[int, Bools]) -> dict[int, i
         return {}
     first = {mask.tobytes(): 0}
     return {n: first.setdefault(regions[n].tobytes(), n) for n in sorted(regions)}
-
-
-def resized(mask: Bools, level: Level, size: Size) -> Bools:
-    """Return the mask at a level derived from the mask's: active where any site it covers is."""
-    if level.roll != (0, 0):
-        return np.roll(mask, level.roll, (0, 1))
-    for axis in (0, 1):
-        if level.times[axis] > 1:
-            mask = mask.repeat(level.times[axis], axis)
-        if level.divide[axis] > 1:
-            starts = np.arange(0, mask.shape[axis], level.divide[axis])
-            mask = np.logical_or.reduceat(mask, starts, axis)
-    missing = [max(0, size[axis] - mask.shape[axis]) for axis in (0, 1)]
-    if any(missing):
-        mask = np.pad(mask, [(0, missing[0]), (0, missing[1])], mode="edge")
-    return mask[: size[0], : size[1]]

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from maskfx.export.host.arrays import Floats, Index
+from maskfx.export.host.arrays import Index
 from maskfx.export.host.sites import Sites
+from maskfx.ir.grids import Floats
 
 
 class BatchTables:

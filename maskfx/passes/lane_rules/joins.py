@@ -194,10 +194,11 @@ def written_sites(m: Marker, node: fx.Node, axis: int, start: int) -> Lane:
     step, whole = argument(node, 5, "step", 1), node_shape(node)[axis]
     fits = node_shape(node.args[1])[axis] == -(-(whole - start) // step)  # type: ignore[arg-type]
     alike = at_level(source, 0).dims == at_level(lane, 0).dims
-    if start > max(1, step - 1):
-        raise NotLaned(f"it writes {source} into {lane} from {start} on, which moves its sites")
     if not fits or not alike or not isinstance(argument(node, 3, "start", 0) or 0, int):
         raise NotLaned(f"it writes {source} into {lane}")
+    written = at_level(source, sliced_level(m, lane, axis, start, step, 0))
+    if source.dims != written.dims:
+        raise NotLaned(f"it writes {source} into {lane} from {start} on, which moves its sites")
     return lane
 
 
@@ -207,26 +208,36 @@ def site_slice(m: Marker, node: fx.Node, lane: Lane, axis: int) -> Lane:
     whole, size = (n.meta["val"].shape[axis] for n in (node.args[0], node))  # type: ignore[union-attr]
     atom = lane.dims[axis][0]
     assert isinstance(atom, (Y, X))
-    if not isinstance(start, int) or not 0 <= start <= max(1, step - 1):
-        raise NotLaned(f"it cuts dimension {axis} of {lane} at {start}, which moves its sites")
+    if not isinstance(start, int) or start < 0:
+        raise NotLaned(f"it cuts dimension {axis} of {lane} at {start}")
     if isinstance(whole, torch.SymInt) and not isinstance(size, torch.SymInt):
         raise NotLaned(f"it keeps {size} of dimension {axis} of {lane}")
     cut = cut_off(hinted(argument(node, 3, "end")), whole)
     if cut is None:
         raise NotLaned(f"it cuts dimension {axis} of {lane} at a part of its size")
-    down, at = isinstance(atom, Y), m.ctx.pyramid.hints[atom.level]
-    grow = step - 1 - start - cut
-    level = m.ctx.pyramid.derive(
-        Level(
-            parent=atom.level,
-            grow=(grow, 0) if down else (0, grow),
-            divide=(step, 1) if down else (1, step),
-        )
-    )
-    wanted = (int_hint(size), at[1]) if down else (at[0], int_hint(size))
+    level, at = sliced_level(m, lane, axis, start, step, cut), m.ctx.pyramid.hints[atom.level]
+    wanted = (int_hint(size), at[1]) if isinstance(atom, Y) else (at[0], int_hint(size))
     if m.ctx.pyramid.hints[level] != wanted:
         raise NotLaned(f"it cuts dimension {axis} of {lane}")
     return at_level(lane, level)
+
+
+def sliced_level(m: Marker, lane: Lane, axis: int, start: int, step: int, cut: int) -> int:
+    """Return the level of every n-th row or column from `start` on, without the last `cut`."""
+    atom = lane.dims[axis][0]
+    assert isinstance(atom, (Y, X))
+
+    def along(number: int, other: int) -> tuple[int, int]:
+        return (number, other) if isinstance(atom, Y) else (other, number)
+
+    return m.ctx.pyramid.derive(
+        Level(
+            parent=atom.level,
+            grow=along(step - 1 - start - cut, 0),
+            divide=along(step, 1),
+            offset=along(start, 0),
+        )
+    )
 
 
 def cut_off(end: Any, whole: Any) -> int | None:

@@ -20,7 +20,7 @@ from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant
 from maskfx.passes.operators import CONVOLUTIONS, PADS, RESAMPLINGS
 
 rule = Rules()
-NEAR = 1  # the most sites by which a picture may be moved, for the mask isn't moved with it
+NEAR = 1  # the most sites by which a roll may move a picture whose mask stays
 
 
 @rule(*CONVOLUTIONS, "avg_pool2d", "max_pool2d", "im2col")
@@ -122,14 +122,13 @@ def pad(m: Marker, node: fx.Node) -> Lane:
         return Lane(tuple(dims))
     if edge is None or any(pads[4:]):
         raise NotLaned(f"it pads a site axis of {lane}")
-    if max(abs(pads[0]), abs(pads[2])) > NEAR:
-        raise NotLaned(f"it pads {lane} so far that its sites move")
     level = m.ctx.pyramid.derive(pad_level(picture_level(lane, "it pads"), pads))
     return resized(m, node, lane, level)
 
 
 def pad_level(source: int, pads: list[int]) -> Level:
-    return Level(parent=source, grow=(pads[2] + pads[3], pads[0] + pads[1]))
+    grow = pads[2] + pads[3], pads[0] + pads[1]
+    return Level(parent=source, grow=grow, offset=(-pads[2], -pads[0]))
 
 
 @rule("roll")

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maskfx.ir.grids import full_window, window_weights
 from maskfx.ir.lanes import filled, fixed_count, grid_level, is_image, padded, segment_region
 from maskfx.ir.lru import LruCache
 from maskfx.ir.pyramid import Pyramid, Window
 from maskfx.runtime.sites.mask import Mask
-from maskfx.runtime.sites.windows import full_window, window_weights
 
 Place = tuple[int | None, int]  # a level (None: packed tokens) and a region
 
@@ -183,9 +183,9 @@ class ActiveSites:
             sites = source[0] * source[1]
             here = self.active(f"grid{window.source}")
             if self.mask is None:
-                self._windows[key] = places, here[:0]
+                self._windows[key] = torch.from_numpy(places), here[:0]
             else:
-                read = places.numpy()[self.active(f"grid{window.target}").numpy()]
+                read = places[self.active(f"grid{window.target}").numpy()]
                 need = np.zeros(sites + 1, dtype=bool)
                 need[read] = True
                 need[here.numpy()] = need[sites] = False
@@ -200,7 +200,8 @@ class ActiveSites:
     def weights(self, window: Window) -> Tensor:
         """Return the (targets, places) weights of a window on the full grid."""
         bare = replace(window, source=self._base(window.source), target=self._base(window.target))
-        return window_weights(bare, self.grid(window.source), self.grid(window.target))
+        sizes = self.grid(window.source), self.grid(window.target)
+        return torch.from_numpy(window_weights(bare, *sizes))
 
     def parents(self, source: int, target: int) -> Tensor:
         """Return, for each active finer site, its row among the coarser level's active ones."""

@@ -7,14 +7,11 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from maskfx.ir.grids import Size, mask_at
 from maskfx.ir.pyramid import Level
-
-Bools = NDArray[np.bool_]
-Size = tuple[int, int]
 
 
 class Mask:
@@ -26,7 +23,7 @@ class Mask:
 
     def __init__(self, sites: Tensor) -> None:
         self.sites = sites.detach().cpu().clone(memory_format=torch.contiguous_format)
-        self._levels: dict[tuple[Size, Size, Size, Size], Mask] = {}
+        self._levels: dict[tuple[Size, Size, Size, Size, Size], Mask] = {}
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Mask) and self._content == other._content)
@@ -85,25 +82,10 @@ class Mask:
             level: The derived level.
             size: Its height and width.
         """
-        key = level.times, level.divide, level.roll, size
+        key = level.times, level.divide, level.offset, level.roll, size
         if key not in self._levels:
-            self._levels[key] = Mask(torch.from_numpy(resized(self.sites.numpy(), level, size)))
+            self._levels[key] = Mask(torch.from_numpy(mask_at(self.sites.numpy(), level, size)))
         return self._levels[key]
-
-
-def resized(mask: Bools, level: Level, size: Size) -> Bools:
-    if level.roll != (0, 0):
-        return np.roll(mask, level.roll, (0, 1))
-    for axis in (0, 1):
-        if level.times[axis] > 1:
-            mask = mask.repeat(level.times[axis], axis)
-        if level.divide[axis] > 1:
-            starts = np.arange(0, mask.shape[axis], level.divide[axis])
-            mask = np.logical_or.reduceat(mask, starts, axis)
-    missing = [max(0, size[axis] - mask.shape[axis]) for axis in (0, 1)]
-    if any(missing):
-        mask = np.pad(mask, [(0, missing[0]), (0, missing[1])], mode="edge")
-    return mask[: size[0], : size[1]]
 
 
 class MaskCache:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import MaskError
+from maskfx.ir.grids import full_window
 from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Interface
 from maskfx.ir.pyramid import Window
 from maskfx.ir.sources import Halo, Kept, Loaded, Rest, RestStats, RestSum
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.mask import Mask
-from maskfx.runtime.sites.windows import full_window
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +151,7 @@ def halo_of(window: Window, ever: ActiveSites, always: ActiveSites) -> Tensor:
     """Return the sites that can be inactive while the window of an active site reads them."""
     source, target = ever.grid(window.source), ever.grid(window.target)
     places = full_window(window, source, target)
-    read = places[ever.active(f"grid{window.target}")].unique()
+    read = torch.from_numpy(places)[ever.active(f"grid{window.target}")].unique()
     inside = read[read < source[0] * source[1]]
     found: Tensor = inside[~torch.isin(inside, always.active(f"grid{window.source}"))]
     return found

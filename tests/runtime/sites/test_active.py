@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from maskfx.ir.grids import full_window
 from maskfx.ir.program import Interface
 from maskfx.ir.pyramid import Level, Pyramid, Window
 from maskfx.ir.sources import Neighbours, Owner, Parents, RestSpans, Spans, Subsites
@@ -17,7 +18,6 @@ from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.sites.active import ActiveSites, ActiveSitesCache
 from maskfx.runtime.sites.mask import Mask
-from maskfx.runtime.sites.windows import full_window
 from tests.factories import masks
 
 SIZES = [(6, 8), (7, 9), (1, 5), (5, 1), (2, 3)]
@@ -89,7 +89,8 @@ def test_a_full_window_is_an_unfold(name: str, size: tuple[int, int]) -> None:
     rows = torch.cat([value.flatten(1).T, torch.zeros(1, 3).double()])
     assert torch.equal(rows[table].transpose(1, 2), unfolded(value, name))
     assert len(halo) == 0
-    assert torch.equal(table, full_window(window, size, sites.grid(window.target)))
+    whole = full_window(window, size, sites.grid(window.target))
+    assert torch.equal(table, torch.from_numpy(whole))
 
 
 @windows
@@ -108,7 +109,7 @@ def test_a_masked_window_reads_active_rows_the_halo_and_zeros(
     targets = sites.active(f"grid{window.target}")
     assert torch.equal(source[table].transpose(1, 2), unfolded(value, name)[targets])
     # the halo: exactly the inactive sites that are read
-    places = full_window(window, size, sites.grid(window.target))
+    places = torch.from_numpy(full_window(window, size, sites.grid(window.target)))
     read = set(places[targets].flatten().tolist()) - {math.prod(size)}
     assert halo.tolist() == sorted(read - set(active.tolist()))
 

@@ -1,21 +1,82 @@
-"""Which sites a window reads on a full grid, and the weights of those that a resampling mixes.
+"""Sites of grids, as far as sizes and masks alone decide: what windows read, and with what weights.
 
-Both follow from the two sizes alone. The rules are those of torch's operators.
+NumPy alone, for servers without torch read it too. The rules of resampling are torch's.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from maskfx.export.host.arrays import Floats, Index
-from maskfx.export.host.layout import Size, Window
+Size = tuple[int, int]  # height and width
+Bools = NDArray[np.bool_]
+Index = NDArray[np.int64]
+Floats = NDArray[np.floating[Any]]
+
+
+class LevelSpec(Protocol):
+    """How the sites of a level lie on those of its parent; see `maskfx.ir.pyramid.Level`."""
+
+    @property
+    def times(self) -> Size: ...
+    @property
+    def divide(self) -> Size: ...
+    @property
+    def offset(self) -> Size: ...
+    @property
+    def roll(self) -> Size: ...
+
+
+class WindowSpec(Protocol):
+    """The geometry of a window; see `maskfx.ir.pyramid.Window`."""
+
+    @property
+    def kernel(self) -> Size: ...
+    @property
+    def stride(self) -> Size: ...
+    @property
+    def before(self) -> Size: ...
+    @property
+    def dilation(self) -> Size: ...
+    @property
+    def rounding(self) -> str: ...
+    @property
+    def edge(self) -> str: ...
+    @property
+    def inserted(self) -> Size: ...
+    @property
+    def scale(self) -> tuple[float, ...]: ...
+    @property
+    def counts(self) -> str: ...
+    @property
+    def weighted(self) -> bool: ...
+
+
+def mask_at(mask: Bools, level: LevelSpec, size: Size) -> Bools:
+    """Return a mask at a level derived from its own: a site is active if any it covers is."""
+    if level.roll != (0, 0):
+        return np.roll(mask, level.roll, (0, 1))
+    for axis in (0, 1):
+        if level.times[axis] > 1:
+            mask = mask.repeat(level.times[axis], axis)
+        if level.offset[axis]:
+            count = mask.shape[axis]
+            places = np.arange(max(count, size[axis] * level.divide[axis])) + level.offset[axis]
+            mask = mask.take(places.clip(0, count - 1), axis)
+        if level.divide[axis] > 1:
+            starts = np.arange(0, mask.shape[axis], level.divide[axis])
+            mask = np.logical_or.reduceat(mask, starts, axis)
+    missing = [max(0, size[axis] - mask.shape[axis]) for axis in (0, 1)]
+    if any(missing):
+        mask = np.pad(mask, [(0, missing[0]), (0, missing[1])], mode="edge")
+    return mask[: size[0], : size[1]]
 
 
 @lru_cache(maxsize=256)
-def full_window(window: Window, source: Size, target: Size) -> Index:
+def full_window(window: WindowSpec, source: Size, target: Size) -> Index:
     """Return the (targets, places) site indices of a window on a full grid.
 
     Places outside of the grid have the index one past the last site.
@@ -28,14 +89,14 @@ def full_window(window: Window, source: Size, target: Size) -> Index:
 
 
 @lru_cache(maxsize=256)
-def window_weights(window: Window, source: Size, target: Size) -> Floats:
+def window_weights(window: WindowSpec, source: Size, target: Size) -> Floats:
     """Return the (targets, places) weights of a window on a full grid."""
     y, x = (axis_weights(window, i, source[i], target[i]) for i in (0, 1))
     both = y[:, None, :, None] * x[None, :, None, :]
-    return both.reshape(target[0] * target[1], -1)
+    return both.reshape(target[0] * target[1], -1).astype(np.float32)
 
 
-def axis_places(window: Window, i: int, source: int, target: int) -> Index:
+def axis_places(window: WindowSpec, i: int, source: int, target: int) -> Index:
     """Return the (targets, places) positions that a window reads along an axis, -1 for none."""
     if window.weighted and window.rounding:
         return resampled(window, i, source, target)[0]
@@ -57,7 +118,7 @@ def axis_places(window: Window, i: int, source: int, target: int) -> Index:
     return np.where(between | (at < 0) | (at >= source), -1, at)
 
 
-def axis_weights(window: Window, i: int, source: int, target: int) -> Floats:
+def axis_weights(window: WindowSpec, i: int, source: int, target: int) -> Floats:
     """Return the (targets, places) weights of what a window reads along an axis."""
     if window.rounding:
         return resampled(window, i, source, target)[1]
@@ -69,7 +130,7 @@ def axis_weights(window: Window, i: int, source: int, target: int) -> Floats:
     return found
 
 
-def resampled(window: Window, i: int, source: int, target: int) -> tuple[Index, Floats]:
+def resampled(window: WindowSpec, i: int, source: int, target: int) -> tuple[Index, Floats]:
     """Return positions and weights of a resampling along an axis, as torch computes them."""
     kind, _, how = window.rounding.partition("-")
     t = np.arange(target)[:, None]

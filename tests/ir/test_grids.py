@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from maskfx.ir.grids import full_window, window_weights
 from maskfx.ir.pyramid import Window
 from maskfx.passes.narrow_resampling import places_of
-from maskfx.runtime.sites.windows import full_window, window_weights
 
 SIZES = [((8, 12), (16, 24)), ((9, 7), (4, 3)), ((6, 10), (6, 17)), ((12, 8), (5, 8))]
 KINDS: dict[str, dict[str, Any]] = {
@@ -29,7 +29,11 @@ KINDS: dict[str, dict[str, Any]] = {
 def read(x: Tensor, window: Window, size: tuple[int, int]) -> Tensor:
     """What a window reads from a picture of one channel: (targets, places)."""
     sites = torch.cat([x.flatten(), torch.zeros(1)])
-    return sites[full_window(window, (x.shape[0], x.shape[1]), size)]
+    return sites[torch.from_numpy(full_window(window, (x.shape[0], x.shape[1]), size))]
+
+
+def weights(window: Window, source: tuple[int, int], target: tuple[int, int]) -> Tensor:
+    return torch.from_numpy(window_weights(window, source, target))
 
 
 @pytest.mark.parametrize(("source", "target"), SIZES)
@@ -44,7 +48,7 @@ def test_resamples_as_torch_does(
     window = Window(0, 1, places, (1, 1), (0, 0), rounding=kind)
     found = read(x, window, target)
     if window.weighted:
-        found = found * window_weights(window, source, target)
+        found = found * weights(window, source, target)
     wanted = F.interpolate(x[None, None], size=target, **KINDS[kind])[0, 0]
     torch.testing.assert_close(found.sum(1).view(target), wanted, atol=1e-5, rtol=1e-4)
 
@@ -52,7 +56,7 @@ def test_resamples_as_torch_does(
 def test_uses_a_scale_that_sizes_do_not_have() -> None:
     x = torch.randn(9, 7, generator=torch.Generator().manual_seed(0))
     window = Window(0, 1, (2, 2), (1, 1), (0, 0), rounding="bilinear", scale=(2.0, 2.0))
-    found = read(x, window, (4, 3)) * window_weights(window, (9, 7), (4, 3))
+    found = read(x, window, (4, 3)) * weights(window, (9, 7), (4, 3))
     wanted = F.interpolate(x[None, None], scale_factor=0.5, mode="bilinear")[0, 0]
     torch.testing.assert_close(found.sum(1).view(4, 3), wanted)
 
@@ -74,5 +78,5 @@ def test_means_count_places_as_torch_does(inside: bool) -> None:
     pool = F.avg_pool2d(x[None, None], 3, 2, 1, ceil_mode=True, count_include_pad=not inside)
     wanted = pool[0, 0]
     size = (wanted.shape[0], wanted.shape[1])
-    found = (read(x, window, size) * window_weights(window, (7, 9), size)).sum(1)
+    found = (read(x, window, size) * weights(window, (7, 9), size)).sum(1)
     torch.testing.assert_close(found.view(size), wanted)
