@@ -128,8 +128,10 @@ def similarities(without: Sequence[Tensor], adapted: Sequence[Tensor]) -> list[f
     if not change.any():
         return [1.0] * len(without)
     change /= change.max()
-    return [
-        float(cosine_similarity((weight * one).flatten(), (weight * other).flatten(), dim=0))
-        for one, other in zip(without, adapted, strict=False)
-        for weight in [change if one.shape == change.shape else torch.ones(())]
-    ]
+
+    def similarity(one: Tensor, other: Tensor) -> float:
+        if one.shape == change.shape:
+            one, other = change * one, change * other
+        return float(cosine_similarity(one.flatten(), other.flatten(), dim=0))
+
+    return list(map(similarity, without, adapted))

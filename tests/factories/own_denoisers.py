@@ -7,6 +7,7 @@ over tokens, `own_networks` whole networks.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -99,8 +100,9 @@ class Block(nn.Module):
         super().__init__()
         self.shift = nn.Linear(WIDTH, WIDTH)
 
+    @abstractmethod
     def mix(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Return what is added to the rows."""
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         return x + self.mix(x + self.shift(emb)[:, :, None, None])

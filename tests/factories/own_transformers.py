@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -73,8 +74,9 @@ class Mixing(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.to_shift = nn.Linear(WIDTH, WIDTH)
 
+    @abstractmethod
     def mix(self, x: Tensor, size: tuple[int, int]) -> Tensor:
-        raise NotImplementedError
+        """Return what is added to the rows."""
 
     def feed(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(F.gelu(self.up(x)))
