@@ -1,4 +1,4 @@
-"""Graphs for devices with kernels: steps that a kernel computes together are one operator."""
+"""Graphs in which steps that are quicker together are one operator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def fused(
     Args:
         module: The graph.
         packed: Inputs with cached rows that attention reads in 8 or 4 bits, as they are stored.
-        pointwise: Whether to fuse steps without products too, which Inductor does by itself.
+        pointwise: Whether to fuse steps without products too, for devices with kernels for them.
+            Inductor fuses such steps by itself.
     """
     graph = copied(module)
     fuse_kernels(graph, pointwise)

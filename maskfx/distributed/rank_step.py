@@ -123,8 +123,7 @@ class RankPrograms:
         if key not in self._runners:
             own = split.program
             module = own.recording if recording else own.module
-            if ops.has_kernels(frame.device):
-                module = fused(module)
+            module = fused(module, pointwise=ops.has_kernels(frame.device))
             self._runners[key] = Runner(module, self.settings.prepack and not recording)
         with within(group):
             result = self._runners[key](frame.fetch(members))

@@ -4,7 +4,8 @@ Each operator is written in plain PyTorch, accepts and returns contiguous tensor
 implementation for tracing; those that multiply matrices have a FLOP formula (two per multiply-add,
 as FlopCounterMode counts). `spans` (requests, 2 x segments) hold the start and stop of a request's
 rows in each segment. On a CUDA device operators choose the Triton kernels of `kernels/` where these
-serve. Registered by `torch.library.Library`, whose calls cost half of custom_op's.
+serve, on a CPU the C functions of `native/`. Registered by `torch.library.Library`, whose calls
+cost half of custom_op's.
 
 May import: nothing of maskfx. Begin with `attention.py`.
 """
@@ -29,9 +30,10 @@ from maskfx.ops.fused import (
     window_product,
 )
 from maskfx.ops.gather import enter, gather
-from maskfx.ops.kernels.cuda import register
+from maskfx.ops.kernels import cuda
 from maskfx.ops.kernels.serves import runs_on as has_kernels
 from maskfx.ops.low_rank import add_low_rank
+from maskfx.ops.native import cpu
 from maskfx.ops.norms import group_scale, scale_shift
 from maskfx.ops.picks import by_expert, choose, chosen, expert_product, pick_tokens
 from maskfx.ops.sums import owner_product, site_extreme, site_mean, site_product
@@ -43,12 +45,13 @@ ALL = (
     *(pick_tokens, choose, chosen, by_expert, expert_product, add_low_rank),
 )
 
-# of graphs on devices with kernels for them
+# of graphs that are about to run
 FUSED = (window_product, norm_activation, gated, modulate, add_gated, attend_packed)
 
 # of graphs that are split over ranks
 EXCHANGES = (exchange, peer_moments, peer_sums, sum_ranks, attend_part, merge_parts)
-register()
+cuda.register()
+cpu.register()
 
 __all__ = [
     "ALL",

@@ -1,4 +1,4 @@
-"""Fused operators: several steps of a graph as one, for devices with a kernel for them.
+"""Fused operators: several steps of a graph as one, which is quicker.
 
 `maskfx.passes.fuse_kernels` puts them into graphs. Each is plain PyTorch here, in the order of the
 operators that it replaces, and a kernel of `ops/kernels/` on a CUDA device.
@@ -7,6 +7,7 @@ operators that it replaces, and a kernel of `ops/kernels/` on a CUDA device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -16,9 +17,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from maskfx.ops.attention import attend, ragged_flops
 from maskfx.ops.base import define
-from maskfx.ops.gather import gather
 from maskfx.ops.norms import scale_shift
 from maskfx.ops.packed import widen
+from maskfx.ops.windows import by_blocks
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda value: value,
@@ -42,7 +43,8 @@ def _window_product(
         bias: (outputs,).
         activation: A name in `ACTIVATIONS`.
     """
-    return ACTIVATIONS[activation](F.linear(gather(rows, halo, table), weight, bias))
+    multiply = partial(F.linear, weight=weight, bias=bias)
+    return ACTIVATIONS[activation](by_blocks(rows, halo, table, multiply))
 
 
 window_product = define(

@@ -1,6 +1,6 @@
-"""Joins steps of a finished graph that a kernel computes in one pass over the rows.
+"""Joins steps of a finished graph that are quicker together.
 
-This pass isn't in the pipeline: it runs on copies of finished graphs, for devices with kernels.
+This pass isn't in the pipeline: it runs on copies of finished graphs, right before they run.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskfx.pipelines.masks import grid_of, grown, pooled
+from maskfx.pipelines.masks import grid_of, grown, margin_sites, pooled
 from maskfx.runtime.devices import moved
 
 
@@ -112,7 +112,8 @@ class MaskGrids:
     def grid(self, size: tuple[int, ...]) -> Tensor:
         """Return the mask at a latent's size: sites with any masked pixel, grown by the margin."""
         if size not in self._grids:
-            self._grids[size] = grown(pooled(self.pixels, size), self.margin)
+            sites = margin_sites(self.margin, self.pixels.shape[0] / size[0])
+            self._grids[size] = grown(pooled(self.pixels, size), sites)
         return self._grids[size]
 
     def _packed_grid(self, tokens: int) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.nn.functional import adaptive_max_pool2d, max_pool2d, pad
 from maskfx.errors import InputError, MaskError
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
+SITE = 8  # pixels; how wide a site of the usual latents is
 
 
 def pixel_masks(given: object, where: str = "mask_image") -> list[Tensor]:
@@ -113,6 +115,15 @@ def grown(mask: Tensor, sites: int) -> Tensor:
     side = 2 * sites + 1
     higher = max_pool2d(mask[None, None].float(), (side, 1), 1, (sites, 0))
     return max_pool2d(higher, (1, side), 1, (0, sites))[0, 0] > 0
+
+
+def margin_sites(margin: int, pixels: float) -> int:
+    """Return how many sites a margin takes where each is so many pixels wide.
+
+    Sites wider than those of the usual latents, such as packed ones, count as several, so that a
+    margin is as wide in every pipeline.
+    """
+    return min(margin, ceil(margin * SITE / pixels))
 
 
 def grid_of(tokens: int, height: int, width: int) -> tuple[int, int] | None:

@@ -26,7 +26,8 @@ class Quality:
             compile(pipe, stretches=True).
         margin: Number of latent sites around the mask that are computed too, so that the
             surroundings see the edit. Defaults to 1. Each additional site costs most where the mask
-            is small, and brings the image much closer to the dense one.
+            is small, and brings the image much closer to the dense one. A site that is wider than
+            8 pixels, as in packed latents, counts as several.
         every: Run the denoiser on about one step in `every`, more often toward the end, and
             extrapolate its outputs on the others. Defaults to 1. First and last steps always run;
             in a short run, at least six. If passed to compile(), templates store only the computed

@@ -353,8 +353,8 @@ class BatchExecutor:
             if late:
                 module = sink_late(module, late)
             compiles = self.settings.inductor and not recording and has_known_sizes(module.graph)
-            if ops.has_kernels(frame.device):
-                module = fused(module, packed, pointwise=not compiles)
+            kernels = ops.has_kernels(frame.device)
+            module = fused(module, packed, pointwise=kernels and not compiles)
             if self.graphs is not None:
                 self.runners[key] = self.graphs(program, recording)
             elif compiles:

@@ -90,7 +90,7 @@ def make_runner(program: Program, late: frozenset[str], kernels: bool) -> Stretc
     pieces = stretch_pieces(module, program.interface)
 
     def compile_piece(piece: Piece) -> Run:
-        return Runner(fused(piece.module) if kernels else piece.module)
+        return Runner(fused(piece.module, pointwise=kernels))
 
     stretches = len(program.interface.regions_of(STRETCH))
     assert len(pieces) == stretches, f"{len(pieces)} pieces of {stretches} stretches"

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, MutableMapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
+
+from maskfx import ops
+from maskfx.ops.fused import ACTIVATIONS
+from maskfx.ops.windows import by_blocks
 
 Fetch = Callable[[str], Tensor]
 PackedWeights = MutableMapping[Tensor, Tensor]
@@ -69,10 +74,13 @@ class Runner:
         return graph
 
     def _pack(self, graph: fx.Graph) -> None:
-        """Replace linear layers by ones over weights in the layout of the CPU's matrix library."""
+        """Replace products by ones over weights in the layout of the CPU's matrix library."""
         packed: dict[int, str] = {}
-        for node in list(graph.find_nodes(op="call_function", target=aten.linear.default)):
-            value, weight = node.args[:2]
+        for node in list(graph.nodes):
+            if node.target not in PACKED:
+                continue
+            product, place = PACKED[node.target]
+            before, weight, after = node.args[:place], node.args[place], node.args[place + 1 :]
             if weight.op != "get_attr" or not packs(getattr(self._weights, weight.target)):
                 continue
             origin = getattr(self._weights, weight.target)
@@ -81,17 +89,31 @@ class Runner:
                 if origin not in self._packed:
                     self._packed[origin] = mkldnn._reorder_linear_weight(origin, USUAL_ROWS)
                 setattr(self._weights, name, self._packed[origin])
-            bias = node.args[2] if len(node.args) > 2 else None
             with graph.inserting_before(node):
-                new = graph.call_function(
-                    mkldnn._linear_pointwise.default,
-                    (value, graph.create_node("get_attr", name), bias, "none", [], ""),
-                )
+                matrix = graph.create_node("get_attr", name)
+                new = graph.call_function(product, (*before, matrix, *after), node.kwargs)
             node.replace_all_uses_with(new)
             graph.erase_node(node)
         graph.eliminate_dead_code()
 
 
+def packed_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    found: Tensor = mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return found
+
+
+def packed_window_product(
+    rows: Tensor, halo: Tensor, table: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> Tensor:
+    multiply = partial(packed_product, weight=weight, bias=bias)
+    return ACTIVATIONS[activation](by_blocks(rows, halo, table, multiply))
+
+
+# operator -> the same with a packed weight, and the weight's place among the arguments
+PACKED: dict[object, tuple[Callable[..., Tensor], int]] = {
+    aten.linear.default: (packed_product, 1),
+    ops.window_product: (packed_window_product, 3),
+}
 USUAL_ROWS = 256  # the layout suits products of about this number of rows
 WORTH = 100_000  # numbers; a packed product starts later, which smaller ones don't make up for
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch._inductor as inductor
 import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
@@ -54,7 +56,11 @@ def compile_rows(
         torch.no_grad(),
         # blocks of the same graph share code; names of their symbols don't exist outside of each
         inductor_config.patch(
-            freezing=settings.prepack, unsafe_skip_cache_dynamic_shape_guards=True
+            {
+                "freezing": settings.prepack,
+                "unsafe_skip_cache_dynamic_shape_guards": True,
+                "cpp.simdlen": vector_bits(),
+            }
         ),
     ):
         exported = exported_rows(program, module, inputs)
@@ -66,6 +72,25 @@ def compile_rows(
                 raise
             log.warning("compiled as a whole, which waits for all loads first: %s", error)
         return compile_rows(program, module, settings, inputs)
+
+
+@cache
+def vector_bits() -> int:
+    """Return the width of the vectors that code for the CPU computes with; 1 without vectors.
+
+    Inductor's key of compiled code doesn't hold what it found of the processor, only what it is
+    told: without this, code of a process that found no vectors is reused by others.
+    """
+    found = pick_vec_isa()
+    if found:
+        return int(found.bit_width())
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+        log.warning(
+            "Inductor's test of vector instructions failed, though this processor has them: its "
+            "code is several times slower. Does the C++ compiler work, and does a file beside the "
+            "started script have the name of a standard module?"
+        )
+    return 1
 
 
 def exported_rows(

@@ -20,6 +20,7 @@ from maskfx.engine.placement import Placement
 from maskfx.engine.step_runner import Step
 from maskfx.errors import Cancelled, InputError
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.masks import margin_sites
 from maskfx.runtime.cpu_threads import give_back
 from maskfx.runtime.lora.files import SUFFIX
 from maskfx.serve.config import ServeSettings
@@ -142,7 +143,7 @@ class PipelineModel:
             generates=self.runner.warmth.generates,
             site=self.runner.warmth.site,
             slots=settings.max_num_seqs,
-            margin=quality.margin,
+            margin=margin_sites(quality.margin, self.runner.warmth.site),
             every=quality.every,
             strength=None if editor is None else editor.signature.number("strength"),
             patches=quality.patches is not None,

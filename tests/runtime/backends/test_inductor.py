@@ -130,3 +130,33 @@ def test_plans_of_many_regions_share_one_compile() -> None:
         found = denoiser.edit([maskfx.EditStep(arguments, mask, cache, plan=plan)])[0]
         assert error(found, module(**arguments)) < 1e-5
     assert inductor.compiles == before + 1
+
+
+def test_code_without_vectors_is_told_of_and_kept_apart(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inductor.vector_bits.cache_clear()
+    wide = inductor.vector_bits()
+    inductor.vector_bits.cache_clear()
+    monkeypatch.setattr(inductor, "pick_vec_isa", lambda: None)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    try:
+        assert inductor.vector_bits() == 1 != wide
+        assert "vector instructions failed" in caplog.text
+        seen = []
+        real = inductor.inductor.standalone_compile
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            seen.append(inductor.inductor_config.cpp.simdlen)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(inductor.inductor, "standalone_compile", watched)
+        denoiser = maskfx.compile(Stack(1).eval(), inductor=True)
+        arguments = inputs(1, *SIZES[0])
+        wanted, cache = denoiser.record(**arguments)
+        edit = maskfx.EditStep(arguments, MASKS["some"](SIZES[0]), cache)
+        assert error(denoiser.edit([edit])[0], wanted) < 1e-4
+        assert seen
+        assert set(seen) == {1}
+    finally:
+        inductor.vector_bits.cache_clear()

@@ -1,0 +1,77 @@
+"""The implementations that operators choose on a CPU: C where it serves, else the plain one."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskfx.ops.base import implement, plain_of
+from maskfx.ops.kernels.serves import switched_on
+from maskfx.ops.native.library import library
+
+MOST = 1 << 18  # numbers; larger ones are shared by PyTorch's threads, if there are several
+
+
+def chosen(rows: Tensor, *others: Tensor | None) -> ctypes.CDLL | None:
+    """Return the library if it serves these values, all of which have to be contiguous."""
+    if rows.numel() > MOST and torch.get_num_threads() > 1:
+        return None
+    if not all(value is None or value.is_contiguous() for value in (rows, *others)):
+        return None
+    return library() if switched_on() else None
+
+
+def group_scale(
+    rows: Tensor,
+    rest: Tensor,
+    spans: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    lib = chosen(rows, rest, spans, weight, bias)
+    values = [value for value in (rows, rest, weight, bias) if value is not None]
+    if lib is None or any(value.dtype != torch.float32 for value in values):
+        found: Tensor = plain_of("group_scale")(rows, rest, spans, groups, weight, bias, eps)
+        return found
+    requests, channels = rest.shape[0], rows.shape[1]
+    out = rows.new_empty(requests, 2, channels)
+    failed = lib.group_scale(
+        *(rows.data_ptr(), channels, rest.data_ptr(), spans.data_ptr()),
+        *(requests, spans.shape[1] // 2, groups),
+        *(0 if value is None else value.data_ptr() for value in (weight, bias)),
+        *(eps, out.data_ptr()),
+    )
+    if failed:
+        raise MemoryError(f"group_scale: no memory for {channels} channels")
+    return out
+
+
+def scale_shift(rows: Tensor, scales: Tensor, owner: Tensor) -> Tensor:
+    lib = chosen(rows, scales, owner)
+    kinds = rows.dtype == scales.dtype == torch.float32 and owner.dtype == torch.int64
+    if lib is None or not kinds or rows.dim() != 2:
+        found: Tensor = plain_of("scale_shift")(rows, scales, owner)
+        return found
+    out = torch.empty_like(rows)
+    sizes = rows.shape[0], rows.shape[1]
+    owners = scales.data_ptr(), scales.shape[0], owner.data_ptr()
+    if lib.scale_shift(rows.data_ptr(), *sizes, *owners, out.data_ptr()):
+        raise IndexError(f"an owner of rows points beyond the {scales.shape[0]} scales")
+    return out
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    function.__name__: function for function in (group_scale, scale_shift)
+}
+
+
+def register() -> None:
+    """Let the operators choose these implementations for tensors on a CPU."""
+    for name, function in IMPLEMENTATIONS.items():
+        implement(name, function, "CPU")

@@ -1,0 +1,91 @@
+"""Compiles `rows.c`, keeps the result in the user's cache, and loads it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("rows.c")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
+SECONDS = 60.0  # that a compiler may take
+P, N, D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+ARGUMENTS = {
+    "group_scale": (P, N, P, P, N, N, N, P, P, D, P),
+    "scale_shift": (P, N, N, P, N, P, P),
+}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled operators; None if they can't be compiled or loaded here."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        log.info("no C compiler (cc): plain operators run")
+        return None
+    try:
+        return loaded(compiled(compiler))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.info("%s can't compile %s: %s; plain operators run", compiler, SOURCE.name, error)
+        return None
+
+
+def compiled(compiler: str) -> Path:
+    """Return the path of the compiled source, which processes and later runs share."""
+    path = folder() / f"rows-{digest(compiler)}.so"
+    if path.exists():
+        return path
+    new = path.with_suffix(f".{os.getpid()}.new")
+    command = [compiler, *FLAGS, str(SOURCE), "-o", str(new), "-lm"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+    return path
+
+
+def digest(compiler: str) -> str:
+    """Identify the source, how it is compiled, and the processor that it is compiled for."""
+    about = (compiler, FLAGS, platform.machine(), processor())
+    return hashlib.sha256(SOURCE.read_bytes() + repr(about).encode()).hexdigest()[:24]
+
+
+def processor() -> str:
+    """Return what the system says of the processor and its instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    kept = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(kept)}))
+
+
+def folder() -> Path:
+    """Return a folder that only this user can write: in the user's cache, else a temporary one."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    found = Path(base) / "maskfx"
+    try:
+        found.mkdir(parents=True, exist_ok=True)
+        if os.access(found, os.W_OK) and found.stat().st_uid == os.getuid():
+            return found
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="maskfx-"))
+
+
+def loaded(path: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
+    for name, arguments in ARGUMENTS.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int
+    return found

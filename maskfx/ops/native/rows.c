@@ -1,0 +1,101 @@
+/* Operators over rows on a CPU. Rows lie one after the other; all sizes are in numbers, not bytes. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define CHUNK 64 /* rows that are summed in single precision */
+
+/* Add the channels of a request's rows, less `centre`, or the squares of these; return the rows. */
+static int64_t add_rows(const float *rows, int64_t channels, const int64_t *span, int64_t pairs,
+                        const float *centre, int squares, float *part, double *sums)
+{
+    int64_t count = 0;
+    memset(sums, 0, channels * sizeof(double));
+    for (int64_t p = 0; p < pairs; p++) {
+        int64_t start = span[2 * p], stop = span[2 * p + 1];
+        count += stop - start;
+        for (int64_t from = start; from < stop; from += CHUNK) {
+            int64_t to = from + CHUNK < stop ? from + CHUNK : stop;
+            memset(part, 0, channels * sizeof(float));
+            for (int64_t r = from; r < to; r++) {
+                const float *row = rows + r * channels;
+                if (squares)
+                    for (int64_t c = 0; c < channels; c++) {
+                        float apart = row[c] - centre[c];
+                        part[c] += apart * apart;
+                    }
+                else
+                    for (int64_t c = 0; c < channels; c++)
+                        part[c] += row[c];
+            }
+            for (int64_t c = 0; c < channels; c++)
+                sums[c] += part[c];
+        }
+    }
+    return count;
+}
+
+/* Group norm: the scale and shift of each request's channels, (requests, 2, channels).
+ * `rest`: count, mean and sum of squared differences of the rows that aren't there, for each
+ * request and group. Return -1 if memory is short. */
+int group_scale(const float *rows, int64_t channels, const float *rest, const int64_t *spans,
+                int64_t requests, int64_t pairs, int64_t groups, const float *weight,
+                const float *bias, double eps, float *out)
+{
+    int64_t size = channels / groups;
+    double *sums = malloc(channels * sizeof(double));
+    float *part = malloc(2 * channels * sizeof(float)), *centre = part + channels;
+    if (!sums || !part) {
+        free(sums);
+        free(part);
+        return -1;
+    }
+    for (int64_t q = 0; q < requests; q++, out += 2 * channels, rest += 3 * groups) {
+        const int64_t *span = spans + 2 * pairs * q;
+        int64_t count = add_rows(rows, channels, span, pairs, NULL, 0, part, sums);
+        double own = (double)count * size;
+        for (int64_t g = 0; g < groups; g++) {
+            double sum = 0;
+            for (int64_t c = g * size; c < (g + 1) * size; c++)
+                sum += sums[c];
+            for (int64_t c = g * size; c < (g + 1) * size; c++)
+                centre[c] = own ? sum / own : 0;
+        }
+        add_rows(rows, channels, span, pairs, centre, 1, part, sums);
+        for (int64_t g = 0; g < groups; g++) {
+            /* the mean as the squares were taken around it: rounded to single precision */
+            double spread = 0, mean = centre[g * size], other = rest[3 * g + 1];
+            for (int64_t c = g * size; c < (g + 1) * size; c++)
+                spread += sums[c];
+            double total = own + rest[3 * g] > 0 ? own + rest[3 * g] : 1;
+            double share = own / total, apart = mean - other;
+            double variance = (rest[3 * g + 2] + spread) / total + share * (1 - share) * apart * apart;
+            double scale = 1 / sqrt(variance + eps), shift = -(other + share * apart) * scale;
+            for (int64_t c = g * size; c < (g + 1) * size; c++) {
+                double by = weight ? weight[c] : 1;
+                out[c] = scale * by;
+                out[channels + c] = shift * by + (bias ? bias[c] : 0);
+            }
+        }
+    }
+    free(sums);
+    free(part);
+    return 0;
+}
+
+/* Multiply and add the scale and shift of each row's owner. Return -1 for an owner that isn't. */
+int scale_shift(const float *rows, int64_t count, int64_t channels, const float *scales,
+                int64_t owners, const int64_t *owner, float *out)
+{
+    for (int64_t r = 0; r < count; r++, rows += channels, out += channels) {
+        int64_t own = owners == 1 ? 0 : owner[r];
+        if (own < 0 || own >= owners)
+            return -1;
+        const float *scale = scales + 2 * channels * own, *shift = scale + channels;
+        for (int64_t c = 0; c < channels; c++)
+            out[c] = rows[c] * scale[c] + shift[c];
+    }
+    return 0;
+}
