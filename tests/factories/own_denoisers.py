@@ -178,7 +178,7 @@ class Cbam(Block):
         return x * torch.sigmoid(self.sites(both))
 
 
-class AdaIn(Block):
+class AdaIn(nn.Module):
     """Instance norm written out, and group norm whose scale and shift come from the timestep."""
 
     def __init__(self) -> None:
