@@ -106,11 +106,14 @@ class AdaLnZero(Mixing):
         self.q_norm, self.k_norm = nn.RMSNorm(DEPTH), nn.RMSNorm(DEPTH)
         self.drop = nn.Dropout(0.1)
 
+    def mix(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        q, k, v = self.heads(x)
+        mixed = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        return self.drop(self.joined(mixed))  # type: ignore[no-any-return]
+
     def forward(self, x: Tensor, emb: Tensor, size: tuple[int, int]) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.ada(emb).chunk(6, dim=1)
-        q, k, v = self.heads(modulate(self.norm1(x), shift1, scale1))
-        mixed = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
-        x = x + gate1[:, None] * self.drop(self.joined(mixed))
+        x = x + gate1[:, None] * self.mix(modulate(self.norm1(x), shift1, scale1), size)
         return x + gate2[:, None] * self.drop(self.feed(modulate(self.norm2(x), shift2, scale2)))
 
 

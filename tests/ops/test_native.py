@@ -49,7 +49,7 @@ def test_group_scale_is_the_plain_operators(
     spans = spans_of(batch)
     wanted = plain_of("group_scale")(rows, rest, spans, GROUPS, weight, bias, EPS)
     single = [None if v is None else v.float() for v in (rows, rest, weight, bias)]
-    assert cpu.chosen(*(v for v in single if v is not None)) is not None  # type: ignore[arg-type]
+    assert cpu.chosen(*(v for v in single if v is not None)) is not None
     found = ops.group_scale(single[0], single[1], spans, GROUPS, *single[2:], EPS)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-5 * max(far, 1.0))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 
 import maskfx
@@ -144,13 +145,13 @@ def test_code_without_vectors_is_told_of_and_kept_apart(
         assert inductor.vector_bits() == 1 != wide
         assert "vector instructions failed" in caplog.text
         seen = []
-        real = inductor.inductor.standalone_compile
+        real = torch._inductor.standalone_compile
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            seen.append(inductor.inductor_config.cpp.simdlen)
+            seen.append(inductor_config.cpp.simdlen)
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(inductor.inductor, "standalone_compile", watched)
+        monkeypatch.setattr(torch._inductor, "standalone_compile", watched)
         denoiser = maskfx.compile(Stack(1).eval(), inductor=True)
         arguments = inputs(1, *SIZES[0])
         wanted, cache = denoiser.record(**arguments)
