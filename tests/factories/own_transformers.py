@@ -109,7 +109,7 @@ class AdaLnZero(Mixing):
     def mix(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         q, k, v = self.heads(x)
         mixed = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
-        return self.drop(self.joined(mixed))  # type: ignore[no-any-return]
+        return self.drop(self.joined(mixed))
 
     def forward(self, x: Tensor, emb: Tensor, size: tuple[int, int]) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.ada(emb).chunk(6, dim=1)
