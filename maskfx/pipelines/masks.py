@@ -118,7 +118,7 @@ def grown(mask: Tensor, sites: int) -> Tensor:
 
 
 def margin_sites(margin: int, pixels: float) -> int:
-    """Return how many sites a margin takes where each is so many pixels wide.
+    """Return the number of sites of a margin where each site is `pixels` pixels wide.
 
     Sites wider than those of the usual latents, such as packed ones, count as several, so that a
     margin is as wide in every pipeline.

@@ -4,8 +4,8 @@ Choices are kept in a file, by device, kernel, version and bucket, so that a lat
 nothing. `triton.autotune(cache_results=True)` keeps them by the source of the kernel and measures
 again with each change of Triton's settings; it can't be tested without a GPU.
 
-`MASKFX_KERNEL_CACHE` is the directory of the file; `~/.cache/maskfx` by default. If
-`MASKFX_KERNEL_TUNING` is `0` or `off`, kernels run with their first configuration, or a kept one.
+The file lies in `kept_folder()`. If `MASKFX_KERNEL_TUNING` is `0` or `off`, kernels run with their
+first configuration, or a kept one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from maskfx.ops.kept import kept_folder
 from maskfx.ops.kernels.serves import OFF, interpreted
 
 log = logging.getLogger(__name__)
@@ -27,17 +28,12 @@ Config = dict[str, int]
 Measure = Callable[[Callable[[], object]], float]
 
 VERSION = 1  # of all kernels: choices of other versions aren't read
-FOLDER, TUNES = "MASKFX_KERNEL_CACHE", "MASKFX_KERNEL_TUNING"
+TUNES = "MASKFX_KERNEL_TUNING"
 
 
 def bucket(number: int) -> int:
     """Return the power of two at or above a number of rows, so that few batches are measured."""
     return 1 << max(number - 1, 0).bit_length()
-
-
-def default_path() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(FOLDER) or Path(base) / "maskfx") / "kernels.json"
 
 
 class Tuner:
@@ -155,5 +151,5 @@ def configured(
         return configs[0]
     measures = tunes and not torch.cuda.is_current_stream_capturing()
     if _tuner is None:
-        _tuner = Tuner(default_path(), measure_on_gpu)
+        _tuner = Tuner(kept_folder() / "kernels.json", measure_on_gpu)
     return _tuner.choose(torch.cuda.get_device_name(device), kernel, shape, configs, run, measures)

@@ -1,4 +1,4 @@
-"""Compiles `rows.c`, keeps the result in the user's cache, and loads it."""
+"""Compiles `rows.c`, keeps the result in `kept_folder()`, and loads it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+
+from maskfx.ops.kept import kept_folder
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ def digest(compiler: str) -> str:
 
 
 def processor() -> str:
-    """Return what the system says of the processor and its instructions."""
+    """Return the description of the processor and its instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -71,9 +73,8 @@ def processor() -> str:
 
 
 def folder() -> Path:
-    """Return a folder that only this user can write: in the user's cache, else a temporary one."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    found = Path(base) / "maskfx"
+    """Return the folder of what is kept, if it is this user's; else a temporary one."""
+    found = kept_folder()
     try:
         found.mkdir(parents=True, exist_ok=True)
         if os.access(found, os.W_OK) and found.stat().st_uid == os.getuid():

@@ -78,8 +78,8 @@ def compile_rows(
 def vector_bits() -> int:
     """Return the width of the vectors that code for the CPU computes with; 1 without vectors.
 
-    Inductor's key of compiled code doesn't hold what it found of the processor, only what it is
-    told: without this, code of a process that found no vectors is reused by others.
+    Inductor's key of compiled code holds its settings, but not what it found of the processor: if
+    this isn't a setting, code of a process that found no vectors is reused by others.
     """
     found = pick_vec_isa()
     if found:
