@@ -44,7 +44,7 @@ def narrow_joins(graph: fx.Graph, ctx: PassContext) -> int:
             join(Editor(graph, ctx, node), node)
         elif name == "stack":
             stack(Editor(graph, ctx, node), node)
-        elif name in ("slice", "narrow"):
+        elif name == "slice":
             cut_one(Editor(graph, ctx, node), node)
         elif name == "slice_scatter":
             write_part(Editor(graph, ctx, node), node)

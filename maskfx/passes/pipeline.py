@@ -13,9 +13,11 @@ from maskfx.passes.cancel_round_trips import cancel_round_trips
 from maskfx.passes.canonicalize_attention import canonicalize_attention
 from maskfx.passes.canonicalize_einsum import canonicalize_einsum
 from maskfx.passes.canonicalize_joins import canonicalize_joins
+from maskfx.passes.canonicalize_narrows import canonicalize_narrows
 from maskfx.passes.canonicalize_norms import canonicalize_norms
 from maskfx.passes.canonicalize_permutes import canonicalize_permutes
 from maskfx.passes.canonicalize_pools import canonicalize_pools
+from maskfx.passes.canonicalize_repeats import canonicalize_repeats
 from maskfx.passes.canonicalize_selects import canonicalize_selects
 from maskfx.passes.canonicalize_sequences import canonicalize_sequences
 from maskfx.passes.canonicalize_shuffles import canonicalize_shuffles
@@ -85,9 +87,11 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(drop_guards, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_GUARDS)),
     Pass(canonicalize_einsum, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_joins, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_narrows, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_norms, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_permutes, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_pools, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_repeats, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_sequences, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_shuffles, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_selects, needs=_facts(Fact.FLAT)),

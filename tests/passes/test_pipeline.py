@@ -134,12 +134,12 @@ def test_a_missing_pass_is_named_by_its_fact(name: str, found: Capture) -> None:
 
 MOVED = [
     ("cancel_round_trips", 0, "ATTENTION_NARROWED"),
-    ("lift_side_graphs", 13, "LANES_MARKED"),
-    ("narrow_convolutions", 19, "LINEAR_NARROWED"),
+    ("lift_side_graphs", 15, "LANES_MARKED"),
+    ("narrow_convolutions", 21, "LINEAR_NARROWED"),
     ("mark_lanes", 0, "NO_IDENTITIES"),
     ("narrow_norms", 0, "LANES_MARKED"),
-    ("narrow_joins", 17, "SIDES_LIFTED"),
-    ("cancel_round_trips", 28, "POINTWISE_NARROWED"),
+    ("narrow_joins", 19, "SIDES_LIFTED"),
+    ("cancel_round_trips", 30, "POINTWISE_NARROWED"),
 ]
 
 

@@ -160,7 +160,7 @@ def select(m: Marker, node: fx.Node) -> Lane:
     return Lane(lane.dims[:axis] + lane.dims[axis + 1 :])
 
 
-@rule("slice", "narrow")
+@rule("slice")
 def slice_(m: Marker, node: fx.Node) -> Lane:
     lane = m.need(node.args[0])
     axis = argument(node, 1, "dim", 0) % len(lane.dims)
