@@ -16,7 +16,7 @@ def canonicalize_narrows(graph: fx.Graph, ctx: PassContext) -> int:
 
     Before  y = narrow(x, 3, a, n)
     After   y = slice(x, 3, a, a + n)
-    Keeps   nothing of this name.
+    Keeps   slices.
     """
     count = 0
     for node in list(graph.nodes):

@@ -21,9 +21,8 @@ def canonicalize_repeats(graph: fx.Graph, ctx: PassContext) -> int:
     for node in list(graph.nodes):
         if op_name(node) != "repeat_interleave":
             continue
-        value, times, axis = (
-            argument(node, i, k) for i, k in enumerate(("self", "repeats", "dim"))
-        )
+        value, axis = argument(node, 0, "self"), argument(node, 2, "dim")
+        times = argument(node, 1, "repeats")
         if not isinstance(times, int) or axis is None:
             continue
         rank = node_value(value).dim()

@@ -41,6 +41,16 @@ def test_parts_counted_from_the_end() -> None:
     check_values(shared(FromTheEnd), picture)
 
 
+def test_keeps_slices() -> None:
+    class Slices(nn.Module):
+        def forward(self, sample: Tensor) -> Tensor:
+            return sample + sample.tanh()[:, 1:2]
+
+    run = run_pass(canonicalize_narrows, shared(Slices), picture)
+    assert run.before["slice"]
+    assert run.unchanged
+
+
 def test_second_run_rewrites_nothing() -> None:
     assert run_pass(canonicalize_narrows, shared(Narrows), picture).second_run_is_idle()
 
