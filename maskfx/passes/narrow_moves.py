@@ -16,7 +16,7 @@ from maskfx.passes.lane_rules.windows import listed, site_shifts
 from maskfx.passes.operators import PADS
 from maskfx.passes.row_form import full_rows, is_rows, pick_up
 
-MOVES = PADS | {"slice", "roll", "slice_scatter"}
+MOVES = PADS | {"slice", "roll", "flip", "slice_scatter"}
 
 
 def narrow_moves(graph: fx.Graph, ctx: PassContext) -> int:
@@ -26,7 +26,7 @@ def narrow_moves(graph: fx.Graph, ctx: PassContext) -> int:
     After   y = gather(rows, halo, neighbours); z = gather(rows, halo, other neighbours)
     and     y = slice_scatter(x, z, 2, 0, h, 2)
     becomes y = where(weights > 0, gather(other rows, halo, neighbours), rows)
-    Keeps   pads, slices, rolls and writes of features or tokens.
+    Keeps   pads, slices and writes of features or tokens.
     """
     count = 0
     for node in list(graph.nodes):
@@ -37,11 +37,11 @@ def narrow_moves(graph: fx.Graph, ctx: PassContext) -> int:
         moved: Any = node.args[1 if written else 0]
         source, target = need_lane(moved), need_lane(node)
         window = window_of(node, source, target)
-        if window is None and op_name(node) != "roll":
-            continue
         if window is None:
-            roll_features(edit, node)
-            count += 1
+            moves = FEATURES.get(op_name(node))
+            if moves is not None:
+                moves(edit, node)
+                count += 1
             continue
         shape = target.row_shape()
         width = prod(shape)
@@ -67,6 +67,18 @@ def roll_features(edit: Editor, node: fx.Node) -> None:
     if moved:
         rows = edit.emit(aten.roll.default, rows, [s for s, _ in moved], [d for _, d in moved])
     edit.replace(rows)
+
+
+def flip_features(edit: Editor, node: fx.Node) -> None:
+    lane = need_lane(node)
+    dims = [d for d in listed(argument(node, 1, "dims")) if lane.features(d) > 1]
+    rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+    if dims:
+        rows = edit.emit(aten.flip.default, rows, [lane.row_dim(d) for d in dims])
+    edit.replace(rows)
+
+
+FEATURES = {"roll": roll_features, "flip": flip_features}  # what moves no sites
 
 
 def window_of(node: fx.Node, source: Lane, target: Lane) -> Window | None:

@@ -20,7 +20,7 @@ from maskfx.passes.context import (
     op_name,
     ops,
 )
-from maskfx.passes.operators import REDUCTIONS, reduced_dims
+from maskfx.passes.operators import OF_ONE, REDUCTIONS, reduced_dims
 
 TINY = 1e-12  # added to a variance whose root is divided by
 
@@ -69,7 +69,7 @@ def reduce(edit: Editor, node: fx.Node) -> None:
         return
     places = [lane.row_dim(a) for a in axes if lane.features(a) > 1]
     if not places:
-        edit.replace(rows if op_name(node) not in ("var", "std", "any", "all") else refuse(edit))
+        edit.replace(rows if op_name(node) in OF_ONE else refuse(edit))
         return
     name = op_name(node)
     position = 2 if name in ("norm", "linalg_vector_norm") else 1

@@ -143,6 +143,21 @@ def test_keeps_what_moves_features(module: nn.Module, make: Make) -> None:
     assert run_pass(narrow_moves, module, make).unchanged
 
 
+class Flips(nn.Module):
+    """Features in the opposite order, and an axis of size one."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        apart = hidden_states.unflatten(-1, (2, -1)).flip((2, -1))
+        return apart.flatten(2) + hidden_states.tanh()[..., :1].flip(-1)
+
+
+def test_flips_features_of_each_row() -> None:
+    run = run_pass(narrow_moves, Flips(), tokens)
+    assert run.rewrites == run.before["flip"] == 2
+    assert run.after["flip"] == 1
+    check_values(Flips(), tokens)
+
+
 def test_rolls_features_of_each_row() -> None:
     run = run_pass(narrow_moves, RolledFeatures(), tokens)
     assert run.rewrites == run.after["roll"] == 1

@@ -1,6 +1,7 @@
 """narrow_pointwise: elementwise on rows, a request's own value spread to its rows."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maskfx.ir.sources import Owner
@@ -46,6 +47,24 @@ class Times(nn.Module):
     def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
         level = (timestep * 2).sin()
         return torch.relu(sample) if level is None else sample * level[:, None, None, None]
+
+
+class Rarely(nn.Module):
+    """Elementwise functions that few models use, each finite for these values."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        x, y = sample.tanh() / 2, sample.cos()
+        out = torch.atan2(x, y) + torch.hypot(x, y) + torch.copysign(x, y) + torch.erfinv(x)
+        out = out + torch.logaddexp(x, y) + F.logsigmoid(x) + torch.xlogy(y.exp(), y.exp())
+        out = out + torch.asinh(x) + torch.atanh(x) + torch.acosh(2 + x) + torch.sinc(x)
+        out = out + F.softshrink(x, 0.1) + F.hardshrink(y, 0.2) + (3 * x).frac() + torch.erfc(x)
+        return out + torch.logit(x.sigmoid()) + torch.log10(2 + x) + x.isfinite()
+
+
+def test_functions_that_few_models_use_run_on_rows() -> None:
+    run = run_pass(narrow_pointwise, Rarely(), picture)
+    assert not run.ctx.dense
+    check_values(Rarely(), picture)
 
 
 def test_runs_on_rows() -> None:

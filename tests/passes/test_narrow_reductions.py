@@ -68,8 +68,24 @@ def test_keeps_other_norms_over_sites() -> None:
         lambda x: x.sum(1)[:, None],
         lambda x: x.prod(1, keepdim=True),
         lambda x: (x > 0.6).any(1, keepdim=True).float(),
+        lambda x: x.logsumexp(1, keepdim=True),
+        lambda x: x.argmax(1, keepdim=True).float(),
+        lambda x: (x > 0.6).float().count_nonzero(1)[:, None],
     ],
-    ids=["mean", "amax", "var", "biased", "std", "norm", "sum", "prod", "any"],
+    ids=[
+        "mean",
+        "amax",
+        "var",
+        "biased",
+        "std",
+        "norm",
+        "sum",
+        "prod",
+        "any",
+        "logsumexp",
+        "argmax",
+        "count_nonzero",
+    ],
 )
 def test_reduces_features(function: Callable[[Tensor], Tensor]) -> None:
     module = Reduces(function)
@@ -78,6 +94,13 @@ def test_reduces_features(function: Callable[[Tensor], Tensor]) -> None:
     assert run.after["site_mean"] == 0
     assert run.after["from_rows"] == 1
     check_values(module, picture)
+
+
+def test_the_norm_of_one_feature_is_no_identity() -> None:
+    module = Reduces(lambda x: (x[:, :1] - 0.5).norm(dim=1, keepdim=True))
+    run = run_pass(narrow_reductions, module, picture)
+    assert not run.rewrites
+    check_values(module, picture, dense=1)
 
 
 class LinearAttention(nn.Module):

@@ -148,6 +148,14 @@ def roll(m: Marker, node: fx.Node) -> Lane:
     return lane
 
 
+@rule("flip")
+def flip(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    if not all(lane.is_feature_dim(d) for d in listed(argument(node, 1, "dims"))):
+        raise NotLaned(f"it turns round {lane}")
+    return lane
+
+
 def is_undone(node: fx.Node) -> bool:
     """Return True if the opposite roll follows."""
     shifts, dims = (listed(argument(node, i, "")) for i in (1, 2))
