@@ -197,13 +197,6 @@ REDUCTIONS = frozenset(
 )
 # what these reduce one number to is that number
 OF_ONE = ("mean", "sum", "amax", "amin", "prod", "logsumexp")
-    "mean",
-    "sum",
-    "amax",
-    "amin",
-    "prod",
-    "logsumexp",
-)  # what these reduce one number to is it
 
 
 def reduced_dims(node: fx.Node, rank: int) -> tuple[list[int], bool]:
