@@ -19,7 +19,15 @@ from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.edit_handler import EditHandler
 from maskfx.pipelines.interception import WatchedStep
 from maskfx.pipelines.mask_grids import MaskGrids
-from maskfx.pipelines.masks import alpha_of, as_numbers, grid_of, like_mask, overlay, pixel_masks
+from maskfx.pipelines.masks import (
+    alpha_of,
+    as_numbers,
+    grid_of,
+    like_mask,
+    margin_sites,
+    overlay,
+    pixel_masks,
+)
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.run import PipelineRun
 from maskfx.pipelines.stand_in import find_denoisers, install, installed, is_hooked, remove, running
@@ -141,6 +149,18 @@ def test_a_site_is_masked_if_any_pixel_of_it_is():
     assert found.view(8, 8).nonzero()[:, 0].unique().tolist() == [2]
     assert sites.grid((16, 16)).any(1).nonzero().flatten().tolist() == [4]
     assert MaskGrids(pixels, 1).grid((16, 16)).any(1).nonzero().flatten().tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("margin", "pixels", "sites"),
+    [(2, 8, 2), (2, 4, 2), (2, 1, 2), (2, 16, 1), (1, 16, 1), (3, 16, 2), (4, 32, 1), (0, 16, 0)],
+)
+def test_a_margin_counts_wide_sites_as_several(margin: int, pixels: int, sites: int) -> None:
+    assert margin_sites(margin, pixels) == sites
+    mask = torch.zeros(16 * pixels, 16 * pixels, dtype=torch.bool)
+    mask[8 * pixels : 9 * pixels, 8 * pixels] = True
+    across = MaskGrids(mask, margin).grid((16, 16))[8]
+    assert across.nonzero().flatten().tolist() == list(range(8 - sites, 9 + sites))
 
 
 def test_references_are_told_from_latents_by_their_numbers():
