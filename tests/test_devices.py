@@ -218,6 +218,7 @@ def test_half_precision_edits_on_a_device(dtype: torch.dtype) -> None:
     assert all(c.program is not None for c in denoiser.compilations)
 
 
+@pytest.mark.slow
 def test_two_devices_in_one_process_share_nothing() -> None:
     case, size = ZOO[FLUX], ZOO[FLUX].sizes[0]
     for device in (DEVICE, OTHER):
@@ -231,6 +232,7 @@ def test_two_devices_in_one_process_share_nothing() -> None:
         denoiser_on(FLUX).record(**inputs)
 
 
+@pytest.mark.slow
 def test_a_module_that_moves_is_captured_where_it_is_now() -> None:
     case, size = ZOO[FLUX], ZOO[FLUX].sizes[0]
     module = case.build()
@@ -303,6 +305,7 @@ def test_a_loader_brings_rows_from_the_host_and_leaves_those_on_the_device() -> 
     loader.close()
 
 
+@pytest.mark.slow
 def test_a_sessions_own_steps_on_a_device() -> None:
     case, size = ZOO[FLUX], ZOO[FLUX].sizes[0]
     policy = maskfx.ReusePolicy(refresh=3, outside="extrapolate")

@@ -7,6 +7,7 @@ or under TYPE_CHECKING counts too.
 import ast
 import runpy
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,14 +37,19 @@ def test_only_models_load_torch() -> None:
 def loaded(module: str, seen: set[str]) -> set[str]:
     """All that an import of a module loads; what functions and type checkers import isn't."""
     seen.add(module)
-    for node in at_start(ast.parse(SOURCES.get(module, ""))):
-        text = ast.unparse(node)
-        for _, target in STRUCTURE["find_imports"](text, SOURCES):
-            for count in range(target.count(".") + 1):  # packages first
-                part = target.rsplit(".", target.count(".") - count)[0]
-                if part not in seen:
-                    loaded(part, seen)
+    for target in imported_at_start(module):
+        for count in range(target.count(".") + 1):  # packages first
+            part = target.rsplit(".", target.count(".") - count)[0]
+            if part not in seen:
+                loaded(part, seen)
     return seen
+
+
+@cache
+def imported_at_start(module: str) -> list[str]:
+    nodes = at_start(ast.parse(SOURCES.get(module, "")))
+    found = (STRUCTURE["find_imports"](ast.unparse(node), SOURCES) for node in nodes)
+    return [target for imports in found for _, target in imports]
 
 
 def at_start(tree: ast.Module) -> Iterator[ast.stmt]:

@@ -375,4 +375,4 @@ def sigma_inputs(size: Size, seed: int) -> dict[str, Any]:
 own("tutorial-unet", TutorialUnet, labelled)
 own("tutorial-unet-plain", TutorialUnet, partial(labelled, self_cond=False))
 own("list-unet", ListUnet, low_res_inputs)
-own("preconditioned", Preconditioned, sigma_inputs, quick=True)
+own("preconditioned", Preconditioned, sigma_inputs)

@@ -149,6 +149,7 @@ def test_more_latents_are_made_as_a_training_goes_on(runs: Path):
     assert len(later.shards) == 3  # what is on disk is used from the first step on
 
 
+@pytest.mark.slow
 def test_an_encoder_learns_which_colours_a_caption_names(tmp_path: Path):
     torch.manual_seed(0)
     run = Run(words.TextTask(tmp_path, batch=32), tmp_path / "text")

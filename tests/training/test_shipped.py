@@ -71,6 +71,7 @@ def test_an_autoencoder_tells_of_smaller_pictures(by_autoencoder: int, wanted: i
     assert side_of(SimpleNamespace(**made)) == wanted
 
 
+@pytest.mark.slow
 def test_edits_have_the_asked_colour(shipped: tuple[str, Any]):
     """A glance at a few; `python -m training.edits` is the gate."""
     name, pipe = shipped
