@@ -51,6 +51,8 @@ POINTWISE = frozenset(
         "float_power",
         "floor",
         "floor_divide",
+        "fmax",
+        "fmin",
         "fmod",
         "frac",
         "full_like",

@@ -81,7 +81,8 @@ def test_marks_joint_tokens() -> None:
 @pytest.mark.parametrize(
     ("function", "make", "reason"),
     [
-        (lambda x: x.flip(3), picture, "no rule covers"),
+        (lambda x: x.sort(3).values, picture, "no rule covers"),
+        (lambda x: x.flip(3), picture, "turns round"),
         (lambda x: x.softmax(3), picture, "site axis"),
         (lambda x: x.mean(0, keepdim=True), picture, "batch"),
         (lambda x: x.amax(3, True), picture, "site axis"),

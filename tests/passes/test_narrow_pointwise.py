@@ -57,7 +57,14 @@ class Rarely(nn.Module):
         out = torch.atan2(x, y) + torch.hypot(x, y) + torch.copysign(x, y) + torch.erfinv(x)
         out = out + torch.logaddexp(x, y) + F.logsigmoid(x) + torch.xlogy(y.exp(), y.exp())
         out = out + torch.asinh(x) + torch.atanh(x) + torch.acosh(2 + x) + torch.sinc(x)
-        out = out + F.softshrink(x, 0.1) + F.hardshrink(y, 0.2) + (3 * x).frac() + torch.erfc(x)
+        out = (
+            out
+            + F.softshrink(x, 0.1)
+            + F.hardshrink(y, 0.2)
+            + x.fmax(y)
+            + (3 * x).frac()
+            + torch.erfc(x)
+        )
         return out + torch.logit(x.sigmoid()) + torch.log10(2 + x) + x.isfinite()
 
 
