@@ -56,7 +56,7 @@ class Rarely(nn.Module):
         x, y = sample.tanh() / 2, sample.cos()
         out = torch.atan2(x, y) + torch.hypot(x, y) + torch.copysign(x, y) + torch.erfinv(x)
         out = out + torch.logaddexp(x, y) + F.logsigmoid(x) + torch.xlogy(y.exp(), y.exp())
-        out = out + torch.asinh(x) + torch.atanh(x) + torch.acosh(2 + x) + torch.sinc(x)
+        out = out + x.fmax(y) + torch.asinh(x) + torch.atanh(x) + torch.acosh(2 + x) + torch.sinc(x)
         out = (
             out
             + F.softshrink(x, 0.1)
