@@ -76,6 +76,21 @@ def test_scale_shift_takes_each_owners_numbers(served: None) -> None:
         ops.scale_shift(rows, scales, owner + 1)
 
 
+@pytest.mark.parametrize("span", [[0, 4], [-1, 2], [3, 2]])
+def test_spans_of_rows_that_are_not_there_are_refused(span: list[int], served: None) -> None:
+    rest = torch.zeros(1, GROUPS, 3)
+    with pytest.raises(IndexError, match="beyond the 3 rows"):
+        ops.group_scale(
+            torch.ones(3, CHANNELS), rest, torch.tensor([span]), GROUPS, None, None, EPS
+        )
+
+
+def test_owners_of_other_rows_are_no_owners(served: None) -> None:
+    scales = numbers(2, 2, CHANNELS).float()
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        ops.scale_shift(torch.ones(9, CHANNELS), scales, torch.tensor([0, 1]))
+
+
 def test_what_c_does_not_serve_runs_plainly(served: None) -> None:
     rows, rest, weight, bias = norm_arguments(RAGGED)
     assert cpu.chosen(rows.t()) is None  # rows that don't lie one after the other

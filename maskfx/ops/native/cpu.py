@@ -13,6 +13,7 @@ from maskfx.ops.base import implement, plain_of
 from maskfx.ops.kernels.serves import switched_on
 from maskfx.ops.native.library import library
 
+BEYOND = -2  # the result of a C function that was given rows that aren't there
 MOST = 1 << 18  # numbers; larger ones are shared by PyTorch's threads, if there are several
 
 
@@ -36,17 +37,22 @@ def group_scale(
 ) -> Tensor:
     lib = chosen(rows, rest, spans, weight, bias)
     values = [value for value in (rows, rest, weight, bias) if value is not None]
-    if lib is None or any(value.dtype != torch.float32 for value in values):
+    known = all(value.dtype == torch.float32 for value in values) and spans.dtype == torch.int64
+    if lib is None or not known:
         found: Tensor = plain_of("group_scale")(rows, rest, spans, groups, weight, bias, eps)
         return found
-    requests, channels = rest.shape[0], rows.shape[1]
+    requests, (count, channels) = rest.shape[0], rows.shape
+    assert rest.shape == (requests, groups, 3), "three numbers for each request and group"
+    assert spans.shape[0] == requests, "spans for each request"
     out = rows.new_empty(requests, 2, channels)
     failed = lib.group_scale(
-        *(rows.data_ptr(), channels, rest.data_ptr(), spans.data_ptr()),
+        *(rows.data_ptr(), count, channels, rest.data_ptr(), spans.data_ptr()),
         *(requests, spans.shape[1] // 2, groups),
         *(0 if value is None else value.data_ptr() for value in (weight, bias)),
         *(eps, out.data_ptr()),
     )
+    if failed == BEYOND:
+        raise IndexError(f"spans of requests, {spans.tolist()}, point beyond the {count} rows")
     if failed:
         raise MemoryError(f"group_scale: no memory for {channels} channels")
     return out
@@ -55,13 +61,13 @@ def group_scale(
 def scale_shift(rows: Tensor, scales: Tensor, owner: Tensor) -> Tensor:
     lib = chosen(rows, scales, owner)
     kinds = rows.dtype == scales.dtype == torch.float32 and owner.dtype == torch.int64
-    if lib is None or not kinds or rows.dim() != 2:
+    alike = rows.dim() == 2 and scales.shape[1:] == (2, rows.shape[1])
+    if lib is None or not kinds or not alike or len(owner) != len(rows):
         found: Tensor = plain_of("scale_shift")(rows, scales, owner)
         return found
     out = torch.empty_like(rows)
-    sizes = rows.shape[0], rows.shape[1]
     owners = scales.data_ptr(), scales.shape[0], owner.data_ptr()
-    if lib.scale_shift(rows.data_ptr(), *sizes, *owners, out.data_ptr()):
+    if lib.scale_shift(rows.data_ptr(), *rows.shape, *owners, out.data_ptr()):
         raise IndexError(f"an owner of rows points beyond the {scales.shape[0]} scales")
     return out
 

@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +23,7 @@ FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
 SECONDS = 60.0  # that a compiler may take
 P, N, D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 ARGUMENTS = {
-    "group_scale": (P, N, P, P, N, N, N, P, P, D, P),
+    "group_scale": (P, N, N, P, P, N, N, N, P, P, D, P),
     "scale_shift": (P, N, N, P, N, P, P),
 }
 
@@ -46,7 +47,7 @@ def compiled(compiler: str) -> Path:
     path = folder() / f"rows-{digest(compiler)}.so"
     if path.exists():
         return path
-    new = path.with_suffix(f".{os.getpid()}.new")
+    new = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.new")
     command = [compiler, *FLAGS, str(SOURCE), "-o", str(new), "-lm"]
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)

@@ -39,12 +39,15 @@ static int64_t add_rows(const float *rows, int64_t channels, const int64_t *span
 
 /* Group norm: the scale and shift of each request's channels, (requests, 2, channels).
  * `rest`: count, mean and sum of squared differences of the rows that aren't there, for each
- * request and group. Return -1 if memory is short. */
-int group_scale(const float *rows, int64_t channels, const float *rest, const int64_t *spans,
+ * request and group. Return -1 if memory is short, -2 for spans of rows that aren't there. */
+int group_scale(const float *rows, int64_t count, int64_t channels, const float *rest, const int64_t *spans,
                 int64_t requests, int64_t pairs, int64_t groups, const float *weight,
                 const float *bias, double eps, float *out)
 {
     int64_t size = channels / groups;
+    for (int64_t i = 0; i < requests * pairs; i++)
+        if (spans[2 * i] < 0 || spans[2 * i] > spans[2 * i + 1] || spans[2 * i + 1] > count)
+            return -2;
     double *sums = malloc(channels * sizeof(double));
     float *part = malloc(2 * channels * sizeof(float)), *centre = part + channels;
     if (!sums || !part) {
@@ -54,8 +57,7 @@ int group_scale(const float *rows, int64_t channels, const float *rest, const in
     }
     for (int64_t q = 0; q < requests; q++, out += 2 * channels, rest += 3 * groups) {
         const int64_t *span = spans + 2 * pairs * q;
-        int64_t count = add_rows(rows, channels, span, pairs, NULL, 0, part, sums);
-        double own = (double)count * size;
+        double own = (double)size * add_rows(rows, channels, span, pairs, NULL, 0, part, sums);
         for (int64_t g = 0; g < groups; g++) {
             double sum = 0;
             for (int64_t c = g * size; c < (g + 1) * size; c++)
