@@ -354,7 +354,9 @@ class BatchExecutor:
                 module = sink_late(module, late)
             compiles = self.settings.inductor and not recording and has_known_sizes(module.graph)
             kernels = ops.has_kernels(frame.device)
-            module = fused(module, packed, pointwise=kernels and not compiles)
+            # with `prepack`, Inductor packs the weights of the products that it sees
+            if kernels or not (compiles and self.settings.prepack):
+                module = fused(module, packed, pointwise=kernels and not compiles)
             if self.graphs is not None:
                 self.runners[key] = self.graphs(program, recording)
             elif compiles:

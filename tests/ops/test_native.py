@@ -10,7 +10,7 @@ from torch import Tensor
 
 from maskfx import ops
 from maskfx.ops.base import plain_of
-from maskfx.ops.native import cpu, library
+from maskfx.ops.native import build, cpu
 from tests.ops.test_ops import BATCHES, RAGGED, numbers, spans_of
 
 batches = pytest.mark.parametrize("batch", BATCHES, ids=["ragged", "one", "even"])
@@ -19,15 +19,15 @@ GROUPS, CHANNELS, EPS = 3, 12, 1e-5
 
 @pytest.fixture
 def served() -> None:
-    if library.library() is None:
+    if build.c_functions() is None:
         pytest.skip("no C compiler here")
 
 
 @pytest.fixture
 def looked_up_anew() -> Iterator[None]:
-    library.library.cache_clear()
+    build.c_functions.cache_clear()
     yield
-    library.library.cache_clear()
+    build.c_functions.cache_clear()
 
 
 def norm_arguments(batch: list[list[int]], far: float = 0.0) -> tuple[Tensor, ...]:
@@ -135,8 +135,8 @@ def test_a_compiler_that_fails_is_noted_once(
     monkeypatch.setenv("CC", "false")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.INFO):
-        assert library.library() is None
-        assert library.library() is None
+        assert build.c_functions() is None
+        assert build.c_functions() is None
     assert caplog.text.count("can't compile rows.c") == 1
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
 
@@ -144,12 +144,12 @@ def test_a_compiler_that_fails_is_noted_once(
 @pytest.mark.usefixtures("looked_up_anew", "served")
 def test_compiled_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library.library.cache_clear()
-    assert library.library() is not None
+    build.c_functions.cache_clear()
+    assert build.c_functions() is not None
     [kept] = (tmp_path / "maskfx").iterdir()
     before = kept.stat().st_mtime_ns
-    library.library.cache_clear()
-    assert library.library() is not None
+    build.c_functions.cache_clear()
+    assert build.c_functions() is not None
     assert [path.stat().st_mtime_ns for path in (tmp_path / "maskfx").iterdir()] == [before]
 
 

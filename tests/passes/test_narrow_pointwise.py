@@ -65,7 +65,10 @@ class Rarely(nn.Module):
             + (3 * x).frac()
             + torch.erfc(x)
         )
-        return out + torch.logit(x.sigmoid()) + torch.log10(2 + x) + x.isfinite()
+        out = out + torch.logit(x.sigmoid()) + torch.log10(2 + x) + x.isfinite() + x.fmin(y)
+        out = out + torch.lgamma(2 + x) + torch.digamma(2 + x) + torch.i0(x) + x.signbit()
+        out = out + torch.deg2rad(x) + torch.rad2deg(x) / 9 + torch.logaddexp2(x, y)
+        return out + torch.nextafter(x, y) + torch.special.expit(x) + torch.special.i0(y)
 
 
 def test_functions_that_few_models_use_run_on_rows() -> None:

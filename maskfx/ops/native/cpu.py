@@ -11,19 +11,19 @@ from torch import Tensor
 
 from maskfx.ops.base import implement, plain_of
 from maskfx.ops.kernels.serves import switched_on
-from maskfx.ops.native.library import library
+from maskfx.ops.native.build import c_functions
 
 BEYOND = -2  # the result of a C function that was given rows that aren't there
 MOST = 1 << 18  # numbers; larger ones are shared by PyTorch's threads, if there are several
 
 
 def chosen(rows: Tensor, *others: Tensor | None) -> ctypes.CDLL | None:
-    """Return the library if it serves these values, all of which have to be contiguous."""
+    """Return the C functions if they serve these values, all of which have to be contiguous."""
     if rows.numel() > MOST and torch.get_num_threads() > 1:
         return None
     if not all(value is None or value.is_contiguous() for value in (rows, *others)):
         return None
-    return library() if switched_on() else None
+    return c_functions() if switched_on() else None
 
 
 def group_scale(

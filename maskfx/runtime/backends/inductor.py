@@ -52,6 +52,7 @@ def compile_rows(
     """
     global compiles
     compiles += 1
+    on_cpu = all(value.device.type == "cpu" for value in inputs)
     with (
         torch.no_grad(),
         # blocks of the same graph share code; names of their symbols don't exist outside of each
@@ -59,7 +60,7 @@ def compile_rows(
             {
                 "freezing": settings.prepack,
                 "unsafe_skip_cache_dynamic_shape_guards": True,
-                "cpp.simdlen": vector_bits(),
+                **({"cpp.simdlen": vector_bits()} if on_cpu else {}),
             }
         ),
     ):
@@ -87,7 +88,7 @@ def vector_bits() -> int:
     if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
         log.warning(
             "Inductor's test of vector instructions failed, though this processor has them: its "
-            "code is several times slower. Does the C++ compiler work, and does a file beside the "
+            "code is slower. Does the C++ compiler work, and does a file beside the "
             "started script have the name of a standard module?"
         )
     return 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import getpass
 import hashlib
 import logging
 import os
@@ -29,11 +31,12 @@ ARGUMENTS = {
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """Return the compiled operators; None if they can't be compiled or loaded here."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
+def c_functions() -> ctypes.CDLL | None:
+    """Return the compiled functions; None if they can't be compiled or loaded here."""
+    name = os.environ.get("CC", "cc")
+    compiler = shutil.which(name)
     if compiler is None:
-        log.info("no C compiler (cc): plain operators run")
+        log.info("no C compiler (%s): plain operators run", name)
         return None
     try:
         return loaded(compiled(compiler))
@@ -78,11 +81,13 @@ def folder() -> Path:
     found = kept_folder()
     try:
         found.mkdir(parents=True, exist_ok=True)
-        if os.access(found, os.W_OK) and found.stat().st_uid == os.getuid():
+        if os.access(found, os.W_OK) and found.owner() == getpass.getuser():
             return found
-    except OSError:
+    except (OSError, KeyError, NotImplementedError):  # not writable, or users have no names here
         pass
-    return Path(tempfile.mkdtemp(prefix="maskfx-"))
+    made = tempfile.mkdtemp(prefix="maskfx-")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return Path(made)
 
 
 def loaded(path: Path) -> ctypes.CDLL:
