@@ -70,6 +70,7 @@ def test_keeps_other_norms_over_sites() -> None:
         lambda x: (x > 0.6).any(1, keepdim=True).float(),
         lambda x: x.logsumexp(1, keepdim=True),
         lambda x: x.argmax(1, keepdim=True).float(),
+        lambda x: x.argmin(1)[:, None].float(),
         lambda x: (x > 0.6).float().count_nonzero(1)[:, None],
     ],
     ids=[
@@ -84,6 +85,7 @@ def test_keeps_other_norms_over_sites() -> None:
         "any",
         "logsumexp",
         "argmax",
+        "argmin",
         "count_nonzero",
     ],
 )
