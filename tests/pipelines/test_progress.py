@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import maskfx
 from maskfx.ir import progress
 from maskfx.pipelines import serve_call
+from maskfx.runtime.shared_programs import shared_programs
 from tests.factories.pipelines import picture, square
 from tests.factories.terminal import on_terminal
 
@@ -76,6 +77,7 @@ def edit(pipe: Any) -> None:
 
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Any:
+    shared_programs().clear()  # of an equal denoiser in the test before
     monkeypatch.setattr(serve_call, "NOTED", 0.05)  # this capture takes a fraction of a second
     return maskfx.compile(Painter(), quality="all-steps")
 
