@@ -23,9 +23,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import lengths as lengths_
+from maskfx.compiler.capture.light_run import LightProducts, keeping_nothing
 from maskfx.compiler.capture.roles import Argument, observed_sizes
 from maskfx.errors import CaptureError
-from maskfx.ir.values import made_object, open_dataclasses
+from maskfx.ir.values import copy_of, made_object, open_dataclasses
 
 
 class Unexportable(CaptureError):
@@ -107,7 +108,35 @@ class Followed:
 def plain_run(
     module: torch.nn.Module, inputs: Mapping[str, Any], leaves: Sequence[Argument]
 ) -> PlainRun:
-    """Run the module eagerly; reject results that aren't numbers."""
+    """Run the module eagerly; reject results that aren't numbers.
+
+    A light run is enough if Python asks nothing in it and the module keeps nothing of it.
+    """
+    return light_run(module, inputs, leaves) or full_run(module, inputs, leaves)
+
+
+def light_run(
+    module: torch.nn.Module, inputs: Mapping[str, Any], leaves: Sequence[Argument]
+) -> PlainRun | None:
+    """Run the module without its large products; None if that isn't as good as a full run."""
+    if any(
+        part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook")
+        for part in module.modules()
+    ):
+        return None
+    try:
+        with keeping_nothing(module) as changed, LightProducts(module):
+            found = full_run(module, pytree.tree_map(copy_of, inputs), leaves)
+    except (torch.OutOfMemoryError, MemoryError, Unexportable):
+        raise
+    except Exception:  # whatever it is, a full run raises it too, or doesn't
+        return None
+    return None if changed or found.answers or found.counts else found
+
+
+def full_run(
+    module: torch.nn.Module, inputs: Mapping[str, Any], leaves: Sequence[Argument]
+) -> PlainRun:
     batch = observed_sizes(leaves, pytree.tree_leaves(dict(inputs)))["batch"]
     found = PlainRun([], [], lengths_.text_lengths(leaves, inputs), batch)
 
