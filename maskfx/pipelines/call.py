@@ -90,7 +90,7 @@ class PipelineCall:
         state.follow_settings()
         quality = state.quality if options.quality is None else Quality.of(options.quality)
         adapters = CallAdapters.of(resolved(options.lora, state.adapters, state.base))
-        adapters.check(pipe.components, state.denoisers, state.autoencoders)
+        adapters.check(pipe.components, state.denoisers)
         call = cls(pipe, state, arguments, options, quality, adapters)
         check_options(options, call.mask is not None, state.records)
         check_quality(quality, state.quality, list(state.denoisers))
@@ -291,7 +291,9 @@ class PipelineCall:
     def run(self, handler: CallHandler, **changed: object) -> Any:
         """Run the pipeline's own code once, with changed arguments."""
         state = self.state
-        coding = AutoencoderCalls(state.autoencoders, handler, state.notes)
+        adapted = {name for one in self.adapters.items for name in one.adapter.parts}
+        methods = {n: c for n, c in state.autoencoders.items() if n.split(".")[0] not in adapted}
+        coding = AutoencoderCalls(methods, handler, state.notes)
         late = LateResults() if self.quality.control == "late" and not handler.records else None
         rows = None
         if self.quality.parallel == "late" and not handler.records:
@@ -353,7 +355,7 @@ def check_quality(quality: Quality, usual: Quality, denoisers: Sequence[str]) ->
             f'Quality(control="late"): the pipeline has one denoiser ({denoisers[0]}), and no '
             "network such as a ControlNet beside it whose result could be late; leave control out"
         )
-    if quality.vae == "mask" and usual.vae != "mask":
+    if quality.vae == "mask" and not usual.codes:
         raise InputError(
             'Quality(vae="mask"): the pipeline was compiled with vae="full", so its templates hold '
             "no recordings of the VAE; pass that quality to compile() too, or leave vae out"

@@ -234,7 +234,7 @@ def compile_pipeline(
             denoisers[name].planner = StepPlanner(denoisers[name], (costs or {}).get(name))
         install(module)
     coders = {}
-    narrows = usual.vae == "mask" and settings.mode == "mask_cache" and budget is None
+    narrows = usual.codes and settings.mode == "mask_cache" and budget is None
     for name, method in find_methods(pipe.components).items() if narrows else ():
         coders[name] = CompiledDenoiser(method, replace(settings, plans=False, stretches=False))
         install(method.autoencoder, method.method)

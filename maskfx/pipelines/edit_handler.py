@@ -117,7 +117,7 @@ class EditHandler:
 
     @property
     def codes(self) -> bool:
-        return self.template is not None and self.quality.vae == "mask"
+        return self.template is not None and self.quality.codes
 
     def code(self, part: CallPart) -> AnyStep | None:
         cache = None if self.template is None else self.template.coded(part)

@@ -116,7 +116,6 @@ class CallAdapters:
         self,
         components: Mapping[str, object],
         denoisers: Mapping[str, CompiledDenoiser],
-        coders: Mapping[str, CompiledDenoiser],
     ) -> None:
         """Check that the pipeline has the components and layers that the adapters change."""
         for one in self.items:
@@ -126,11 +125,6 @@ class CallAdapters:
                     raise InputError(
                         f"{where}, and the pipeline has {sorted({*denoisers, *components})}; load "
                         "the adapter for this pipeline"
-                    )
-                if any(name == coder.split(".")[0] for coder in coders):
-                    raise InputError(
-                        f'{where}, whose calls are recorded with vae="mask"; compile with '
-                        'vae="full" for adapters of the autoencoder'
                     )
                 update = [WeightedLayers(layers, 1.0, one.adapter.digest)]
                 if name in denoisers:

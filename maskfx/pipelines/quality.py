@@ -10,7 +10,7 @@ from maskfx.runtime.reuse.policy import ReusePolicy
 from maskfx.runtime.reuse.step_selection import StepSelection
 
 REUSES = ("template", "steps", "auto")
-VAES = ("mask", "full")
+VAES = ("auto", "full", "mask")
 TIMES = ("sync", "late")
 
 
@@ -45,7 +45,8 @@ class Quality:
             records a separate template per mask, with exactly what the denoiser saw around it.
         vae: "full" (default) encodes and decodes all of the picture. "mask" does so only where it
             or its latents differ from the template's. Passed to compile(), it makes templates
-            hold recordings of these calls too.
+            hold recordings of these calls too. "auto", that of "fast" and "balanced", is "mask"
+            where templates hold them, and "full" elsewhere.
         patches: Compute only the patches (squares of latent sites) that changed since they were
             last computed, in each stretch of blocks, and keep the rows of the others from step to
             step: a threshold of relative change, or a `maskfx.PatchReuse`. Defaults to None. Also
@@ -122,6 +123,11 @@ class Quality:
         return NAMED[given]
 
     @property
+    def codes(self) -> bool:
+        """Whether the autoencoder may compute only where a picture differs from its template's."""
+        return self.vae != "full"
+
+    @property
     def selection(self) -> StepSelection:
         return StepSelection(self.every, self.first, self.last)
 
@@ -142,7 +148,8 @@ class Quality:
         steps = "at every step"
         if self.selection.skips:
             steps = f"at one step in {self.every}; the others continue the last answers"
-        return f"{sites}, {steps}"
+        coded = "; the autoencoder only where the picture differs" if self.codes else ""
+        return f"{sites}, {steps}{coded}"
 
     def policy_without_template(self) -> ReusePolicy:
         """Return the reuse policy of a run without a template."""
@@ -153,8 +160,8 @@ class Quality:
 
 # Points of the speed and quality frontier measured by bench.quality; "all-steps" extrapolates none.
 NAMED = {
-    "fast": Quality(margin=1, every=4, refresh=12),
-    "balanced": Quality(margin=2, every=4, refresh=12),
+    "fast": Quality(margin=1, every=4, refresh=12, vae="auto"),
+    "balanced": Quality(margin=2, every=4, refresh=12, vae="auto"),
     "faithful": Quality(margin=4, every=4, refresh=4),
     "all-steps": Quality(),
 }

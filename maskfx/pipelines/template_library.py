@@ -25,7 +25,7 @@ from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
 from maskfx.runtime.sites.masks import Masks
 from maskfx.runtime.templates.budget import Budget
-from maskfx.runtime.templates.footprint import Footprint
+from maskfx.runtime.templates.footprint import Footprint, least_bytes
 from maskfx.runtime.templates.templates import Templates
 
 START = "begin"  # the outputs of the pipeline's `prepare_latents`
@@ -133,15 +133,18 @@ class TemplateLibrary:
     def has_room(self, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> bool:
         """Return True if a recording of this autoencoder's call leaves room for those of steps.
 
-        False if the call can't be narrowed.
+        False if the call can't be narrowed. A call that surely leaves none isn't captured.
         """
+        room = self.tiers.room / CODED_SHARE
+        if not denoiser.compilations and least_bytes(denoiser, inputs, self.tiers.encoding) > room:
+            return False
         try:
             masks = Masks.anywhere(*denoiser.mask_shape(inputs))
             footprint = Footprint.of(denoiser, masks)
         except (InputError, MissingRequest):
             return False
         batch = next(v.shape[0] for v in inputs.values() if isinstance(v, Tensor))
-        return batch * footprint.together(self.tiers.encoding) <= self.tiers.room / CODED_SHARE
+        return batch * footprint.together(self.tiers.encoding) <= room
 
     @contextmanager
     def recording(self, template: str, wait: Wait = wait_uninterrupted) -> Iterator[None]:

@@ -16,7 +16,10 @@ from maskfx.errors import InputError
 from maskfx.pipelines import autoencoder
 from maskfx.pipelines.autoencoder import INPUT, AutoencoderMethod, edit_of, find_methods
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.cache.tiers import Tiers
+from maskfx.runtime.templates.footprint import least_bytes
+from tests.factories.lora import adapter_of
 from tests.factories.pipelines import PIPES, SIDE, call_of, noise, square, vae, white
 from tests.factories.zoo import tiny
 
@@ -157,14 +160,55 @@ def test_helper_processes_leave_narrow_calls_to_the_engine(narrow: Any) -> None:
 
 
 @pytest.mark.slow
-def test_no_recording_without_room_or_with_the_default_quality(
+@pytest.mark.parametrize("quality", [NARROW, "balanced"])
+def test_no_recording_without_room(quality: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = kinds(monkeypatch)
+    pipe = maskfx.compile(PIPES[NAME].build(), quality=quality, tiers=Tiers(host_bytes=1 << 19))
+    pipe(**edit())
+    assert not seen
+    assert not any(method.compilations for method in pipeline_state_of(pipe).autoencoders.values())
+
+
+def test_the_default_narrows_the_autoencoder_where_its_calls_are_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = kinds(monkeypatch)
-    for more in ({"quality": "all-steps"}, {"quality": NARROW, "tiers": Tiers(host_bytes=1 << 19)}):
-        pipe = maskfx.compile(PIPES[NAME].build(), **more)
-        pipe(**edit())
-        assert not seen
+    pipe = maskfx.compile(PIPES[NAME].build())
+    pipe(**edit())
+    assert "EditStep decode" in seen
+    assert "autoencoder only where the picture differs" in maskfx.explain(pipe)
+    seen.clear()
+    pipe(**edit(), quality="all-steps")
+    assert not [kind for kind in seen if kind.startswith("Edit")]
+    seen.clear()
+    whole = maskfx.compile(PIPES[NAME].build(), quality="all-steps")
+    whole(**edit())
+    whole(**edit(), quality="balanced")  # templates hold no calls of the autoencoder
+    assert not seen
+
+
+def test_an_adapter_of_the_autoencoder_runs_it_dense(
+    narrow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = kinds(monkeypatch)
+    lora = [(adapter_of(narrow, 2, 0, "vae"), 1.0)]
+    with_lora = np.asarray(narrow(**edit(1), lora=lora).images[0], dtype=float)
+    assert not seen
+    without = np.asarray(narrow(**edit(1)).images[0], dtype=float)
+    inside = np.asarray(square()) > 127
+    assert np.abs(with_lora - without)[inside].mean() > 1
+
+
+@pytest.mark.parametrize("method", ["encode", "decode"])
+def test_a_recording_keeps_about_what_convolutions_read(method: str) -> None:
+    module = AutoencoderMethod(vae(), method)
+    compiled = maskfx.compile(module)
+    sample = torch.randn((1, 4, 16, 16) if method == "decode" else (1, 3, 32, 32))
+    least = least_bytes(compiled, {INPUT: sample}, LOSSLESS)
+    assert not compiled.compilations
+    with torch.no_grad():
+        kept = compiled.record(sample=sample)[1].nbytes()
+    assert 0.4 * kept < least <= kept
 
 
 def test_an_autoencoder_that_moves_between_calls_runs_dense(

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import lengths as lengths_
-from maskfx.compiler.capture.light_run import LightProducts, keeping_nothing
+from maskfx.compiler.capture.light_run import LightProducts, keeping_nothing, may_run_lightly
 from maskfx.compiler.capture.roles import Argument, observed_sizes
 from maskfx.errors import CaptureError
 from maskfx.ir.values import copy_of, made_object, open_dataclasses
@@ -119,10 +119,7 @@ def light_run(
     module: torch.nn.Module, inputs: Mapping[str, Any], leaves: Sequence[Argument]
 ) -> PlainRun | None:
     """Run the module without its large products; None if that isn't as good as a full run."""
-    if any(
-        part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook")
-        for part in module.modules()
-    ):
+    if not may_run_lightly(module):
         return None
     try:
         with keeping_nothing(module) as changed, LightProducts(module):

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from maskfx.ir.values import copy_of
+
 aten = torch.ops.aten
 WEIGHTED = {aten.convolution.default: (0, 1), aten.addmm.default: (1, 2), aten.mm.default: (0, 1)}
 SMALL = 1 << 20  # products of fewer multiplications than this are computed
@@ -81,6 +83,49 @@ class LightProducts(TorchDispatchMode):
 
         shapes, options = pytree.tree_map(shape_only, (args, kwargs))
         return pytree.tree_map(zeros, func(*shapes, **options))
+
+
+class Convolved(LightProducts):
+    """Counts what convolutions wider than one site read."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.elements: int = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is aten.convolution.default and max(args[1].shape[2:], default=1) > 1:
+            self.elements += args[0].numel()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def convolved_elements(module: nn.Module, inputs: dict[str, Any]) -> int:
+    """Return how many numbers convolutions wider than one site read in a call.
+
+    A recording of the call keeps about as many. 0 if a light run fails.
+    """
+    if not may_run_lightly(module):
+        return 0
+    counter = Convolved(module)
+    try:
+        with torch.no_grad(), keeping_nothing(module), counter:
+            module(**pytree.tree_map(copy_of, inputs))
+    except Exception:  # whatever it is, a full run raises it too, or doesn't
+        return 0
+    return counter.elements
+
+
+def may_run_lightly(module: nn.Module) -> bool:
+    """Return True if no hooks run before or after the parts of a module."""
+    return not any(
+        part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook")
+        for part in module.modules()
+    )
 
 
 def storage_of(value: Tensor) -> int:

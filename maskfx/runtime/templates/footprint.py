@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from maskfx.compiler.capture.light_run import convolved_elements
 from maskfx.errors import MissingRequest
 from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Interface, Program
@@ -40,6 +41,15 @@ def encoding_of(name: str, interface: Interface) -> Encoding:
     kinds = flops.tap_kinds(interface)
     attended = [t for t, kind in kinds.items() if kind in (flops.KINDS[0], flops.KINDS[4])]
     return Encoding(found.rows, found.output, dict.fromkeys(attended, Format.INT4), found.stats)
+
+
+def least_bytes(
+    denoiser: CompiledDenoiser, inputs: Mapping[str, object], encoding: Encoding
+) -> int:
+    """Estimate the bytes of a recorded call from what its convolutions read, without a capture."""
+    dtypes = [v.dtype for v in inputs.values() if isinstance(v, torch.Tensor)]
+    each = dtypes[0].itemsize if encoding == LOSSLESS else 1
+    return convolved_elements(denoiser.module, dict(inputs)) * each
 
 
 @dataclass(frozen=True)
