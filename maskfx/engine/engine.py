@@ -27,11 +27,13 @@ from maskfx.engine.round_runner import RoundRunner
 from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.step_runner import Step, StepRunner
 from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState, Told
+from maskfx.engine.turns import Turns
 from maskfx.errors import Closed, InputError
+from maskfx.pipelines.alterations import alters_modules
 from maskfx.pipelines.compile import KEPT, pipeline_state_of, read_ahead, template
 from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.run import DenoiserCall
-from maskfx.pipelines.waiting import LOOK
+from maskfx.pipelines.waiting import LOOK, Wait
 from maskfx.runtime.cpu_threads import give_back, settle, share_cores
 from maskfx.runtime.reuse.patch_calls import PatchCounts
 
@@ -93,6 +95,7 @@ class Engine:
         self._changed = threading.Condition()
         self._tokenizing = threading.RLock()
         self._requests = Admission(running, queue, self._changed)
+        self._turns = Turns()
         self._parked: list[ParkedCalls] = []
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="maskfx-read-ahead")
         self._errands: deque[Callable[[], None]] = deque()
@@ -164,7 +167,7 @@ class Engine:
         pipeline_state_of(pipe)
         due = inf if deadline is None else time.perf_counter() + deadline
         ticket = Ticket(lambda: None, due, user, told)
-        ticket.work = lambda: work(self._own(pipe, ticket))
+        ticket.work = lambda: self._in_turn(pipe, ticket, work)
         with self._changed:
             if self._closing:
                 raise Closed(ENDED)
@@ -359,6 +362,16 @@ class Engine:
                 self._requests.leave(ticket)
                 self._changed.notify_all()
 
+    def _in_turn(self, pipe: object, ticket: Ticket, work: Callable[[Any], object]) -> object:
+        """Run a request's code, alone if it changes settings of the denoisers meanwhile."""
+        state = pipeline_state_of(pipe)
+        modules = [denoiser.module for denoiser in state.denoisers.values()]
+        with self._turns.of(modules, alters_modules(pipe), self._wait_of(ticket)):
+            return work(self._own(pipe, ticket))
+
+    def _wait_of(self, ticket: Ticket) -> Wait:
+        return lambda waiting: self._requests.step_aside(ticket, waiting)
+
     def _own(self, pipe: object, ticket: Ticket) -> Any:
         """Return the pipeline of one request, whose calls wait for the engine's steps."""
         own = copy_over(pipe, self._tokenizing)
@@ -368,7 +381,7 @@ class Engine:
             state,
             patches=ticket.patches,
             execute=lambda calls: self._park(own, ticket, calls),
-            wait=lambda waiting: self._requests.step_aside(ticket, waiting),
+            wait=self._wait_of(ticket),
         )
         self.runner.adopt(ticket, state.denoisers)
         self._outside.adopt(own, state.denoisers)
