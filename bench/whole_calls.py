@@ -2,10 +2,11 @@
 
     python -m bench.whole_calls --model unet --edits 100
 
-Sides: diffusers as it is, and with its denoiser and decoder compiled by torch.compile; maskfx with
-the picture encoded and decoded in full, and only where it differs from the template's; the latter
-with Inductor, too. Each edit runs on all sides, in changing order; templates are recorded before,
-and not counted, nor is what compiles. Writes results/whole-calls-<model>.json.
+Sides: diffusers as it is, and with its denoiser and decoder compiled by torch.compile; maskfx in
+each quality, which encodes and decodes only where the picture differs from the template's, and with
+Inductor; and with the picture encoded and decoded in full. Each edit runs on all sides, in changing
+order; templates are recorded before, and not counted, nor is what compiles. Writes
+results/whole-calls-<model>.json.
 """
 
 from __future__ import annotations
@@ -32,16 +33,8 @@ RESULTS = ROOT / "bench" / "results"
 STEPS, SIDE = 25, 256
 HOST_BYTES = 1 << 30  # of the templates of each
 WARM = 3  # edits before the ones that are judged: Inductor compiles meanwhile
-NAMED = {
-    name + ("" if vae == "full" else ", narrow VAE"): replace(maskfx.Quality.of(name), vae=vae)
-    for name in ("fast", "balanced")
-    for vae in ("full", "mask")
-}
-INDUCTOR = {
-    name + ", Inductor": quality for name, quality in NAMED.items() if quality.vae == "mask"
-}
-SIDES = NAMED | INDUCTOR
 DENSE = ("dense", "dense, torch.compile")
+INDUCTOR = ", Inductor"
 
 
 def run(pipe: Any, edit: Any, index: int, told: dict[str, Any], **more: Any) -> Any:
@@ -59,7 +52,14 @@ def run(pipe: Any, edit: Any, index: int, told: dict[str, Any], **more: Any) -> 
     ).images[0]
 
 
-def sides_of(model: str) -> dict[str, Any]:
+def qualities_of(names: Sequence[str]) -> dict[str, maskfx.Quality]:
+    """The quality of each side of maskfx."""
+    found = {name: maskfx.Quality.of(name) for name in names}
+    full = {f"{name}, full VAE": replace(one, vae="full") for name, one in found.items()}
+    return found | full | {name + INDUCTOR: one for name, one in found.items()}
+
+
+def sides_of(model: str, sides: Sequence[str]) -> dict[str, Any]:
     """The pipeline of each side; sides that differ in their quality alone share one."""
     dense, compiled, eager, inductor = (maskfx.reference(model) for _ in range(4))
     for pipe in (dense, compiled, eager, inductor):
@@ -67,35 +67,34 @@ def sides_of(model: str) -> dict[str, Any]:
     denoiser = compiled.unet if model == "unet" else compiled.transformer
     denoiser.compile(dynamic=False)
     compiled.vae.decoder.compile(dynamic=False)
-    quality = NAMED["balanced, narrow VAE"]
     tiers = [maskfx.Tiers(host_bytes=HOST_BYTES) for _ in range(2)]
-    eager = maskfx.compile(eager, quality=quality, tiers=tiers[0])
-    inductor = maskfx.compile(inductor, quality=quality, tiers=tiers[1], inductor=True)
-    ours = dict.fromkeys(NAMED, eager) | dict.fromkeys(INDUCTOR, inductor)
+    eager = maskfx.compile(eager, tiers=tiers[0])
+    inductor = maskfx.compile(inductor, tiers=tiers[1], inductor=True)
+    ours = {name: inductor if name.endswith(INDUCTOR) else eager for name in sides}
     return dict(zip(DENSE, (dense, compiled), strict=True)) | ours
 
 
-def measure(model: str, edits: int) -> dict[str, Any]:
+def measure(model: str, edits: int, names: Sequence[str]) -> dict[str, Any]:
     folder = Path(maskfx.__file__).parent / "shipped" / model
     told = call_of(folder)
-    pipes = sides_of(model)
+    sides = qualities_of(names)
+    pipes = sides_of(model, list(sides))
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
-    likeness: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
+    likeness: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for index in range(-WARM, edits):
         edit = draw_edit(1_000 + index)
-        for name in ("balanced, narrow VAE", "balanced, narrow VAE, Inductor"):  # the templates
-            run(pipes[name], edit, index + 1, told, quality=SIDES[name])
-        names = list(pipes)
-        order = names[index % len(names) :] + names[: index % len(names)]
+        for name in (names[0], names[0] + INDUCTOR):  # the templates
+            run(pipes[name], edit, index + 1, told, quality=sides[name])
+        order = [*pipes][index % len(pipes) :] + [*pipes][: index % len(pipes)]
         made = {}
         for name in order if index % 2 else reversed(order):
             start = time.perf_counter()
-            more = {} if name in DENSE else {"quality": SIDES[name]}
+            more = {} if name in DENSE else {"quality": sides[name]}
             made[name] = np.asarray(run(pipes[name], edit, index + 1, told, **more))
             if index >= 0:
                 seconds[name].append(time.perf_counter() - start)
         wanted = np.where(edit.mask[..., None], made["dense"], edit.pixels)
-        for name in SIDES if index >= 0 else ():
+        for name in sides if index >= 0 else ():
             likeness[name].append((psnr(wanted, made[name], edit.mask), ssim(wanted, made[name])))
     return {
         "asked": "balanced at least 5 times as fast a whole call, on both models, over 100 edits",
@@ -114,7 +113,7 @@ def measure(model: str, edits: int) -> dict[str, Any]:
                 "psnr_least": min(p for p, _ in likeness[name]),
                 "ssim": statistics.mean(s for _, s in likeness[name]),
             }
-            for name in SIDES
+            for name in sides
         },
         "seconds": {name: figure(values) for name, values in seconds.items()},
     }
@@ -125,8 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.whole_calls", description=__doc__)
     parser.add_argument("--model", default="unet", choices=("unet", "dit"))
     parser.add_argument("--edits", type=int, default=100)
+    parser.add_argument("--qualities", nargs="+", default=["fast", "balanced"])
     options = parser.parse_args(given)
-    result = header("bench.whole_calls", given) | measure(options.model, options.edits)
+    result = header("bench.whole_calls", given) | measure(
+        options.model, options.edits, options.qualities
+    )
     write_json(RESULTS / f"whole-calls-{options.model}.json", result)
     for name, side in result["sides"].items():
         print(f"{name:24} " + "  ".join(f"{k} {v}" for k, v in side.items()))
