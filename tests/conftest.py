@@ -2,12 +2,15 @@
 
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from maskfx.ops.kept import FOLDER as KEPT
 from maskfx.runtime.shared_programs import shared_programs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
@@ -17,6 +20,9 @@ THIRD_PARTIES = ("torch", "diffusers", "transformers")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if KEPT not in os.environ:  # nothing of the user's; processes of a run share theirs
+        os.environ[KEPT] = made = tempfile.mkdtemp(prefix="maskfx-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(made, ignore_errors=True))
     torch.set_num_threads(1)
     for name in THIRD_PARTIES:
         logging.getLogger(name).setLevel(logging.ERROR)

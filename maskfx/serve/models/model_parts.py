@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 
 import torch
 
 from maskfx.engine.services import OwnProcesses
 from maskfx.errors import InputError
+from maskfx.ops.kept import kept_folder
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.quality import Quality
@@ -25,6 +27,8 @@ from maskfx.runtime.lora.registry import Adapters
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.models.pipeline_set import PipelineSet
+
+PROGRAMS = "programs"  # folder of compiled programs
 
 
 def quality_of(settings: ServeSettings) -> Quality:
@@ -80,6 +84,14 @@ def plans_of(settings: ServeSettings) -> bool | None:
     if settings.plans == "auto":
         return False if settings.overlap == "off" else None
     return settings.plans == "on"
+
+
+def programs_of(settings: ServeSettings) -> Path | None:
+    """Return the directory of compiled programs; None without `cache_dir` if a user has none."""
+    try:
+        return (settings.cache_dir or kept_folder()) / PROGRAMS
+    except RuntimeError:  # no home
+        return None
 
 
 def adapters_of(settings: ServeSettings, family: PipelineSet) -> Adapters | None:

@@ -36,6 +36,7 @@ from maskfx.serve.models.model_parts import (
     loader_of,
     own_processes_of,
     plans_of,
+    programs_of,
     quality_of,
     tiers_of,
 )
@@ -49,7 +50,6 @@ from maskfx.serve.scheduling.elastic import ElasticRounds
 
 log = logging.getLogger(__name__)
 
-PROGRAMS = "programs"  # folder of compiled programs in the cache directory
 DISK_LOOK = 5.0  # seconds for which the measured disk usage is reused
 
 
@@ -80,7 +80,7 @@ class PipelineModel:
         self.tiers = tiers_of(settings)
         self.recordings = Recordings(self.tiers, settings.cache_dir)
         self.loader = loader_of(settings)
-        programs = None if settings.cache_dir is None else settings.cache_dir / PROGRAMS
+        programs = programs_of(settings)
         plans = plans_of(settings)
         self._compiled = compiling(quality_of(settings), self.tiers, self.loader, programs, plans)
         family = PipelineSet.of(pipe, self._compiled, told)

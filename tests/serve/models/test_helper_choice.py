@@ -17,7 +17,7 @@ from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.engine.placement import InRequestThreads
 from maskfx.serve.models import helper_choice
 from maskfx.serve.models.helper_choice import FILE, HelperTimes, helper_pays, unsuited
-from maskfx.serve.models.pipeline_model import PROGRAMS
+from maskfx.serve.models.model_parts import PROGRAMS
 from tests.factories.served import Served, build, edit, job
 
 NAME = "StableDiffusionInpaintPipeline"

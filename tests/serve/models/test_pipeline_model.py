@@ -18,12 +18,15 @@ from safetensors.torch import save_file
 import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.runtime import program_cache
 from maskfx.runtime.cache.loader import HostCopyStream
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.shared_programs import shared_programs
 from maskfx.serve.config import ServeSettings
+from maskfx.serve.models import model_parts
 from maskfx.serve.models.canvas import Canvas
 from maskfx.serve.models.model import Made
-from maskfx.serve.models.model_parts import loader_of, plans_of
+from maskfx.serve.models.model_parts import PROGRAMS, loader_of, plans_of, programs_of
 from maskfx.serve.models.pipeline_model import PipelineModel
 from maskfx.serve.request import Pictures
 from tests.factories.served import SIDE, Served, build, edit, job, picture, square
@@ -671,6 +674,30 @@ def settings(model: Path | str, **more: Any) -> ServeSettings:
 
 def copied(folder: Path, to: Path) -> Path:
     return Path(shutil.copytree(folder, to / "copy"))
+
+
+def test_a_second_start_captures_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cache directory, programs are in the user's."""
+    pictures = []
+    for fails in (False, True):
+        shared_programs().clear()
+        if fails:
+            monkeypatch.setattr(program_cache, "capture", None)
+        served = Served(None, model=str(folder), max_num_seqs=2)
+        try:
+            pictures.append(np.asarray(served.made(job(), edit()).pixels))
+        finally:
+            served.model.close()
+    assert np.array_equal(*pictures)
+
+
+def test_programs_are_kept_nowhere_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    assert programs_of(settings("a", cache_dir=Path("b"))) == Path("b") / PROGRAMS
+    monkeypatch.setattr(model_parts, "kept_folder", homeless)
+    assert programs_of(settings("a")) is None
 
 
 def test_a_folder_of_pickles_is_refused(folder: Path, tmp_path: Path) -> None:
