@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def test_a_budget_is_for_the_steps_that_edits_compute() -> None:
     def call() -> Any:
         return edit(num_inference_steps=10)
 
-    free = maskfx.compile(PIPES[NAME].build(), quality="balanced")
+    full = replace(maskfx.Quality.of("balanced"), vae="full")  # as with a budget
+    free = maskfx.compile(PIPES[NAME].build(), quality=full)
     wanted, whole = latents(free, **call()), held(free)
     _, branches = facts(free)
     budget = Budget(1.05 * whole, 10, branches)

@@ -688,7 +688,8 @@ def test_a_second_start_captures_nothing(folder: Path, monkeypatch: pytest.Monke
             pictures.append(np.asarray(served.made(job(), edit()).pixels))
         finally:
             served.model.close()
-    assert np.array_equal(*pictures)
+    first, second = pictures
+    assert np.array_equal(first, second)
 
 
 def test_programs_are_kept_nowhere_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
