@@ -101,8 +101,8 @@ def replacing(width: int, rounds: int) -> dict[str, harness.Figure]:
         frame = Frame(program.interface, Layout(step.sites, (1,) * REQUESTS))
         caches = dict(enumerate(side.caches))
 
-        def run(frame: Frame = frame, caches: Any = caches) -> None:
-            write_rows(frame, caches, step.emitted)
+        def run(layout: Layout = frame.layout, caches: Any = caches) -> None:
+            write_rows(layout, caches, step.emitted)
             for cache in caches.values():
                 if cache.changes is not None:
                     cache.changes.read()

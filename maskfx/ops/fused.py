@@ -184,17 +184,6 @@ def _attend_packed_formula(
     return ragged_flops(q, v, *spans[:3])
 
 
-def _put_rows(target: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Write rows to these places of `target`, in its dtype; the places are distinct."""
-    target.index_copy_(0, index, rows.to(target.dtype))
-
-
-put_rows = define(
-    "put_rows(Tensor(a!) target, Tensor index, Tensor rows) -> ()",
-    _put_rows,
-    lambda target, index, rows: None,
-)
-
 __all__ = [
     "ACTIVATIONS",
     "add_gated",
@@ -202,6 +191,5 @@ __all__ = [
     "gated",
     "modulate",
     "norm_activation",
-    "put_rows",
     "window_product",
 ]

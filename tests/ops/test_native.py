@@ -143,6 +143,7 @@ def test_a_compiler_that_fails_is_noted_once(
 
 @pytest.mark.usefixtures("looked_up_anew", "served")
 def test_compiled_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MASKFX_KERNEL_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build.c_functions.cache_clear()
     assert build.c_functions() is not None
@@ -157,3 +158,82 @@ def test_compiled_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_the_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASKFX_KERNELS", "0")
     assert cpu.chosen(torch.empty(3)) is None
+
+
+PLACES = torch.tensor([4, 0, 7, 2])
+KINDS = [(5,), (2, 3), ()]
+
+
+@pytest.mark.parametrize("shape", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_put_rows_is_the_plain_operator(
+    shape: tuple[int, ...], dtype: torch.dtype, served: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rows = (10 * numbers(8, *shape)).to(dtype), (9 * numbers(4, *shape, seed=1)).to(dtype)
+    wanted = target.clone()
+    plain_of("put_rows")(wanted, PLACES, rows)
+    refuse_plain(monkeypatch)
+    ops.put_rows(target, PLACES, rows)
+    assert torch.equal(target, wanted)
+
+
+TABLE = torch.tensor([0, 1, 0, 0, 1, 0, 0, 2])
+SIZES, FIRSTS = torch.tensor([2, 0, 1, 1]), torch.tensor([1, 0, 2, -1])
+
+
+@pytest.mark.parametrize("shape", KINDS)
+def test_replace_rows_is_the_plain_operator(
+    shape: tuple[int, ...], served: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rows = numbers(8, *shape).float(), numbers(4, *shape, seed=1).float()
+    sums = numbers(5, 2, seed=2).float()
+    wanted, wanted_sums = target.clone(), sums.clone()
+    about = TABLE, SIZES, FIRSTS
+    plain_of("replace_rows")(wanted, PLACES, rows, *about, wanted_sums)
+    changed = (wanted_sums != sums).any(1).tolist()
+    assert changed == [False, True, True, False, True]  # the last row's request isn't watched
+    refuse_plain(monkeypatch)
+    ops.replace_rows(target, PLACES, rows, *about, sums)
+    assert torch.equal(target, wanted)
+    torch.testing.assert_close(sums, wanted_sums)
+
+
+@pytest.mark.parametrize(
+    ("places", "sizes", "firsts"),
+    [
+        (PLACES + 1, SIZES, FIRSTS),
+        (PLACES - 1, SIZES, FIRSTS),
+        (PLACES, SIZES, FIRSTS + 1),
+        (PLACES, SIZES + 1, FIRSTS),
+        (PLACES, SIZES // 2, FIRSTS),
+    ],
+)
+def test_replace_rows_refuses_places_and_patches_that_are_not_there(
+    places: Tensor, sizes: Tensor, firsts: Tensor, served: None
+) -> None:
+    target, sums = torch.zeros(8, 2), torch.zeros(5, 2)
+    with pytest.raises(IndexError, match="beyond the 8 rows of the buffer or the 5 patches"):
+        ops.replace_rows(target, places, torch.ones(4, 2), TABLE, sizes, firsts, sums)
+    assert not target.any()
+    assert not sums.any()
+    if places is not PLACES:
+        with pytest.raises(IndexError, match="beyond the 8 rows"):
+            ops.put_rows(target, places, torch.ones(4, 2))
+
+
+def test_rows_that_c_does_not_serve_are_put_by_the_plain_operators(served: None) -> None:
+    target, rows = torch.zeros(3, 8, 2)[:, ::2], torch.ones(2, 4, 2)  # not contiguous
+    ops.put_rows(target, torch.tensor([0, 2]), rows)
+    assert target.sum((1, 2)).tolist() == [8, 0, 8]
+    half, sums = torch.zeros(3, 4, dtype=torch.float16), torch.zeros(1, 2)
+    one, zeros = torch.tensor([1]), torch.zeros(3, dtype=torch.long)
+    ops.replace_rows(half, one, torch.ones(1, 4).half(), zeros, one, zeros[:1], sums)
+    assert half.sum(1).tolist() == [0, 4, 0]
+    assert sums.tolist() == [[1, 0]]
+
+
+def refuse_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str) -> None:
+        raise AssertionError(f"{name}: the plain operator runs")
+
+    monkeypatch.setattr(cpu, "plain_of", refused)

@@ -21,8 +21,9 @@ def chosen(rows: Tensor, *others: Tensor | None) -> ctypes.CDLL | None:
     """Return the C functions if they serve these values, all of which have to be contiguous."""
     if rows.numel() > MOST and torch.get_num_threads() > 1:
         return None
-    if not all(value is None or value.is_contiguous() for value in (rows, *others)):
-        return None
+    for value in (rows, *others):
+        if value is not None and not value.is_contiguous():
+            return None
     return c_functions() if switched_on() else None
 
 
@@ -72,8 +73,51 @@ def scale_shift(rows: Tensor, scales: Tensor, owner: Tensor) -> Tensor:
     return out
 
 
+def put_rows(target: Tensor, index: Tensor, rows: Tensor) -> None:
+    lib, (count, *shape), (places, *wanted) = chosen(rows, target, index), rows.shape, target.shape
+    alike = rows.dtype == target.dtype and shape == wanted and index.shape == (count,)
+    if lib is None or not alike or index.dtype != torch.int64 or not count:
+        plain_of("put_rows")(target, index, rows)
+        return
+    nbytes = rows.nbytes // count
+    there = target.data_ptr(), places, nbytes, index.data_ptr()
+    if lib.put_rows(*there, rows.data_ptr(), count):
+        raise IndexError(f"places of rows point beyond the {places} rows of the buffer")
+
+
+def replace_rows(
+    target: Tensor,
+    index: Tensor,
+    rows: Tensor,
+    table: Tensor,
+    sizes: Tensor,
+    firsts: Tensor,
+    sums: Tensor,
+) -> None:
+    lib = chosen(rows, target, index, table, sizes, firsts, sums)
+    (count, *shape), (places, *wanted) = rows.shape, target.shape
+    kinds = rows.dtype == target.dtype == sums.dtype == torch.float32
+    whole = index.dtype == table.dtype == sizes.dtype == firsts.dtype == torch.int64
+    alike = shape == wanted and index.shape == (count,) and table.shape == (places,)
+    requests = sizes.shape[0]
+    if lib is None or not (kinds and whole and alike) or not rows.numel():
+        plain_of("replace_rows")(target, index, rows, table, sizes, firsts, sums)
+        return
+    assert firsts.shape[0] == requests, "the first patch of each request"
+    failed = lib.replace_rows(
+        *(target.data_ptr(), places, rows.numel() // count, index.data_ptr(), rows.data_ptr()),
+        *(count, table.data_ptr(), sizes.data_ptr(), firsts.data_ptr(), requests),
+        *(sums.data_ptr(), sums.shape[0]),
+    )
+    if failed:
+        raise IndexError(
+            f"places or patches of {count} rows of requests of {sizes.tolist()} point beyond the "
+            f"{places} rows of the buffer or the {sums.shape[0]} patches"
+        )
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (group_scale, scale_shift)
+    function.__name__: function for function in (group_scale, scale_shift, put_rows, replace_rows)
 }
 
 

@@ -101,3 +101,62 @@ int scale_shift(const float *rows, int64_t count, int64_t channels, const float 
     }
     return 0;
 }
+
+/* Whether all places are among so many. */
+static int are_places(const int64_t *index, int64_t count, int64_t places)
+{
+    for (int64_t i = 0; i < count; i++)
+        if (index[i] < 0 || index[i] >= places)
+            return 0;
+    return 1;
+}
+
+/* Write rows of so many bytes to these places. Return -2 for places that aren't there. */
+int put_rows(char *target, int64_t places, int64_t bytes, const int64_t *index, const char *rows,
+             int64_t count)
+{
+    if (!are_places(index, count, places))
+        return -2;
+    for (int64_t i = 0; i < count; i++)
+        memcpy(target + index[i] * bytes, rows + i * bytes, bytes);
+    return 0;
+}
+
+/* Write rows to these places, and add the mean absolute difference and the mean absolute value
+ * before to the two sums of each row's patch: that of its place in `table`, counted from the first
+ * of its request, which has so many rows; none if that is -1. Return -2 for places or patches that
+ * aren't there, before anything is written. */
+int replace_rows(float *target, int64_t places, int64_t width, const int64_t *index,
+                 const float *rows, int64_t count, const int64_t *table, const int64_t *sizes,
+                 const int64_t *firsts, int64_t requests, float *sums, int64_t patches)
+{
+    int64_t i = 0;
+    if (!are_places(index, count, places))
+        return -2;
+    for (int64_t q = 0; q < requests; q++)
+        for (int64_t stop = i + sizes[q]; i < stop; i++) {
+            if (i >= count)
+                return -2;
+            int64_t patch = firsts[q] + table[index[i]];
+            if (firsts[q] >= 0 && (patch < 0 || patch >= patches))
+                return -2;
+        }
+    if (i != count)
+        return -2;
+    i = 0;
+    for (int64_t q = 0; q < requests; q++)
+        for (int64_t stop = i + sizes[q]; i < stop; i++, rows += width) {
+            float *old = target + index[i] * width, change = 0, before = 0;
+            for (int64_t c = 0; c < width; c++) {
+                change += fabsf(rows[c] - old[c]);
+                before += fabsf(old[c]);
+                old[c] = rows[c];
+            }
+            if (firsts[q] < 0)
+                continue;
+            float *sum = sums + 2 * (firsts[q] + table[index[i]]);
+            sum[0] += change / width;
+            sum[1] += before / width;
+        }
+    return 0;
+}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
 
@@ -19,8 +20,7 @@ from torch import Tensor
 from maskfx.ir.lanes import grid_level, is_image, padded
 from maskfx.ir.program import STRETCH, Interface
 from maskfx.ir.sources import Loaded
-from maskfx.ops import wide
-from maskfx.runtime.devices import moved
+from maskfx.ops import add_changes, wide
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.patches import PatchGrid
 
@@ -44,26 +44,40 @@ class PatchChanges:
     boundaries: Mapping[str, int]
     stretches: int
     since_read: bool = False
-    _sums: Tensor | None = field(default=None, repr=False)
+    _parts: list[tuple[ChangeSums, slice]] = field(default_factory=list, repr=False)
 
-    def put(self, sums: Tensor) -> None:
-        """Add (stretches + 1, patches, 2): sums of changes and of the values before.
+    def put(self, sums: ChangeSums, patches: slice) -> None:
+        """Add the sums of a batch, of which these patches are the request's.
 
         A call that runs as one call per sample adds once per sample.
         """
-        self._sums = sums if self._sums is None else self._sums + sums
+        self._parts.append((sums, patches))
 
     def read(self) -> NDArray[np.float32] | None:
         """Return the relative change of each stretch's input per patch, 0 where none was replaced.
 
         Return None if no step was made since the last call. Row 0 is what follows the last stretch.
         """
-        sums, self._sums = self._sums, None
-        if sums is None:
-            return None
-        change, before = sums.detach().cpu().numpy().astype(np.float64).transpose(2, 0, 1)
+        parts, self._parts = self._parts, []
+        if len(parts) > 1:
+            whole = ChangeSums(torch.stack([one.sums[:, own] for one, own in parts]).sum(0))
+            return whole.relative
+        return parts[0][0].relative[:, parts[0][1]] if parts else None
+
+
+@dataclass(eq=False)
+class ChangeSums:
+    """(stretches + 1, patches, 2): sums of a batch's changes and of the values before."""
+
+    sums: Tensor
+
+    @cached_property
+    def relative(self) -> NDArray[np.float32]:
+        """Return the relative changes; all requests of a batch compute them once."""
+        change, before = self.sums.detach().cpu().numpy().astype(np.float64).transpose(2, 0, 1)
         found = np.divide(change, before, out=np.zeros_like(change), where=before > 0)
-        return np.asarray(np.nan_to_num(found, nan=np.inf), np.float32)
+        found[np.isnan(found)] = np.inf
+        return np.asarray(found, np.float32)
 
 
 class Watched(Protocol):
@@ -108,7 +122,8 @@ class ChangeMeter:
         self.boundaries = known[0].boundaries if known else {}
         self._stretches = known[0].stretches if known else 0
         self._sums: Tensor | None = None
-        self._ids: dict[tuple[str, ...], Tensor] = {}
+        self._ranges: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
+        self._firsts: dict[tuple[int, ...], Tensor] = {}
 
     def reads(self, tap: str) -> bool:
         return tap in self.boundaries
@@ -130,48 +145,56 @@ class ChangeMeter:
             table: The patch of each row in the buffers, counted within its request.
             rows: The rows before and the new ones.
         """
-        before, new = (value.flatten(1).to(wide(value.dtype)) for value in rows)
+        before, new = rows
+        summed = self.sums_of(tap, segments, place, table, new.dtype)
+        add_changes(before, new, place.target, *summed)
+
+    def sums_of(
+        self,
+        tap: str,
+        segments: tuple[str, ...],
+        place: Place,
+        table: Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what `maskfx.ops.replace_rows` takes after the rows of a tap."""
         if self._sums is None:
-            size = self._stretches + 1, int(self._starts[-1]) + 1, 2
-            self._sums = new.new_zeros(size)
-        if segments not in self._ids:
-            self._ids[segments] = self._patches_of(place, table)
-        ids = self._ids[segments]
-        change = (new - before).abs_().mean(1)
-        both = torch.stack([change, before.abs().mean(1)], 1)
-        self._sums[self.boundaries[tap]].index_add_(0, ids, both)
+            size = self._stretches + 1, int(self._starts[-1]), 2
+            self._sums = torch.zeros(size, dtype=wide(dtype), device=table.device)
+        if segments not in self._ranges:
+            sizes = torch.from_numpy(np.array(place.sizes, np.int64))
+            self._ranges[segments] = sizes, self._firsts_of(place)
+        return table, *self._ranges[segments], self._sums[self.boundaries[tap]]
 
     def sums_at(self, stretch: int) -> list[NDArray[np.float64]]:
         """Return each cache's sums by patch of the taps that a stretch reads."""
         if self._sums is None:
-            sums = np.zeros((int(self._starts[-1]) + 1, 2))
+            sums = np.zeros((int(self._starts[-1]), 2))
         else:
             sums = self._sums[stretch].double().cpu().numpy()
         return [sums[a:b] for a, b in pairwise(self._starts)]
 
     def finish(self) -> None:
         """Give each cache the part of the sums that is about its rows."""
-        for number, found in enumerate(self._watching):
-            if found is None:
-                continue
-            start, stop = self._starts[number], self._starts[number + 1]
-            if self._sums is None:
-                found.put(torch.zeros(found.stretches + 1, found.patches.count, 2))
-            else:
-                found.put(self._sums[:, start:stop])
+        if not any(self._watching):
+            return
+        size = self._stretches + 1, int(self._starts[-1]), 2
+        sums = ChangeSums(torch.zeros(size) if self._sums is None else self._sums)
+        for found, start, stop in zip(self._watching, self._starts, self._starts[1:], strict=False):
+            if found is not None:
+                found.put(sums, slice(start, stop))
 
-    def _patches_of(self, place: Place, table: Tensor) -> Tensor:
-        """Return the patch of each written row, counted over the batch; the last one isn't read."""
-        member = np.repeat(np.arange(len(place.batches)), place.batches)
-        starts = self._starts[:-1][member]
-        unread = np.array([found is None for found in self._watching])[member]
-        shift = np.repeat(starts[place.elements], place.sizes)
-        ids = table.index_select(0, place.target)
-        ids = ids + moved(torch.from_numpy(shift), ids.device)
-        if unread.any():
-            skipped = torch.from_numpy(np.repeat(unread[place.elements], place.sizes))
-            ids = ids.masked_fill(moved(skipped, ids.device), int(self._starts[-1]))
-        return ids
+    def _firsts_of(self, place: Place) -> Tensor:
+        """Return the first patch of the request of each range of rows; -1 if it isn't watched."""
+        key = (len(place.sizes), *place.batches)
+        if key not in self._firsts:
+            found = [
+                -1 if watched is None else int(start)
+                for watched, start in zip(self._watching, self._starts, strict=False)
+            ]
+            member = np.repeat(np.arange(len(place.batches)), place.batches)[place.elements]
+            self._firsts[key] = torch.tensor(found)[torch.from_numpy(member)]
+        return self._firsts[key]
 
 
 def boundary_taps(interface: Interface) -> dict[str, int]:

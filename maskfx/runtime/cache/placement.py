@@ -54,7 +54,7 @@ class Placement:
         """Return the rows that are written."""
         if isinstance(self.source, Tensor):
             return rows.index_select(0, self.source)
-        return rows if len(rows) == len(self.target) else rows[self.source]
+        return rows if rows.shape[0] == self.target.shape[0] else rows[self.source]
 
     def summed(self, values: Tensor) -> Tensor:
         """Return the sum of the rows of each batch element in float64."""

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from maskfx.ops import put_rows
 from maskfx.runtime.cache.patch_changes import ChangeMeter, boundary_taps, reading_sets
-from maskfx.runtime.cache.placement import Placement
-from maskfx.runtime.cache.rolling import Batched, Group, RollingCache, RowBlock
+from maskfx.runtime.cache.rolling import Batched, Places, RollingCache, RowBlock
 
 Floats = NDArray[np.floating[Any]]
 Sums = NDArray[np.float64]
@@ -48,13 +47,11 @@ class ReadInputs:
 
     def read(self, block: RowBlock, layout: Batched, caches: Mapping[int, RollingCache]) -> None:
         """Take the rows of the sites that stretches computed in a step, after these are written."""
-        places: dict[Group, Placement] = {}
+        places = Places(block, layout, caches)
         for tap, segments in self.sets.items():
             rows = block.rows[tap]
-            if segments not in places:
-                places[segments] = block.placement(segments, layout, caches, rows.device)
-            target = places[segments].target
-            if len(target):
+            target = places.of(segments, rows.device).target
+            if target.shape[0]:
                 put_rows(self.rows[tap], target, rows.index_select(0, target))
 
 
@@ -70,7 +67,7 @@ class InputChanges:
     layout: Batched
     caches: Mapping[int, RollingCache]
     _meters: dict[int, ChangeMeter] = field(default_factory=dict)
-    _places: dict[tuple[int, Group], Placement] = field(default_factory=dict)
+    _places: dict[int, Places] = field(default_factory=dict)
 
     def at(self, stretch: int, rows_of: Callable[[str], Tensor]) -> dict[int, Sums]:
         """Return, by member, (patches, 2) sums: changes of a stretch's input, and values before.
@@ -97,18 +94,18 @@ class InputChanges:
         stretch: int,
         rows_of: Callable[[str], Tensor],
     ) -> dict[int, Sums]:
-        meter = self._meters.setdefault(id(block), ChangeMeter(list(caches.values()), True))
+        if id(block) not in self._places:
+            self._places[id(block)] = Places(block, self.layout, caches)
+            self._meters[id(block)] = ChangeMeter(list(caches.values()), True)
+        places, meter = self._places[id(block)], self._meters[id(block)]
         assert block.inputs is not None, "members that compare inputs keep them"
         for tap, kept in block.inputs.rows.items():
             if meter.boundaries.get(tap) != stretch:
                 continue
             segments, new = block.interface.taps[tap].segments, rows_of(tap)
-            if (id(block), segments) not in self._places:
-                place = block.placement(segments, self.layout, caches, new.device)
-                self._places[id(block), segments] = place
-            place = self._places[id(block), segments]
+            place = places.of(segments, new.device)
             table = block.patch_of.get(block.group_of(segments))
-            if table is not None and len(place.target):
+            if table is not None and place.target.shape[0]:
                 old = kept.index_select(0, place.target)
                 meter.add(tap, segments, place, table, (old, place.of(new)))
         return dict(zip(caches, meter.sums_at(stretch), strict=True))

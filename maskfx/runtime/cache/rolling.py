@@ -18,7 +18,7 @@ from torch import Tensor
 
 from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Interface
-from maskfx.ops import put_rows, wide
+from maskfx.ops import put_rows, replace_rows, wide
 from maskfx.runtime.cache.free_ranges import FreeRanges
 from maskfx.runtime.cache.patch_changes import ChangeMeter, PatchChanges, patch_table
 from maskfx.runtime.cache.placement import Placement, placed, spans_of
@@ -196,7 +196,7 @@ class RowBlock:
             caches: The caches to write, by the number of the member; all hold rows of this block.
             emitted: The rows that the batch computed, by tap.
         """
-        places: dict[tuple[str, ...], Placement] = {}
+        places = Places(self, layout, caches)
         norms: dict[StatsKey, list[Tensor]] = {}
         summed = {tap for cache in caches.values() for tap in cache.sums}
         meter = ChangeMeter(list(caches.values()))
@@ -204,10 +204,8 @@ class RowBlock:
             key = tap.segments, tap.stats
             if tap.name not in self.taps and key not in self.keys:
                 continue
-            if tap.segments not in places:
-                places[tap.segments] = self.placement(tap.segments, layout, caches, rows.device)
-            place = places[tap.segments]
-            if not len(place.target):
+            place = places.of(tap.segments, rows.device)
+            if not place.target.shape[0]:
                 continue
             new = place.of(rows)
             if tap.stats:
@@ -218,61 +216,18 @@ class RowBlock:
                 self._add_sums(tap.name, place, new, list(caches.values()))
             table = self.patch_of.get(self.group_of(tap.segments))
             if table is not None and meter.reads(tap.name):
-                old = buffer.index_select(0, place.target)
-                meter.add(tap.name, tap.segments, place, table, (old, new))
-            put_rows(buffer, place.target, new)
+                sums = meter.sums_of(tap.name, tap.segments, place, table, new.dtype)
+                replace_rows(buffer, place.target, new, *sums)
+            else:
+                put_rows(buffer, place.target, new)
             self.written += new.nbytes
         for key, found in norms.items():
-            self._write_stats(key, places[key[0]], found, list(caches.values()))
+            place = places.of(key[0], found[0].device)
+            self._write_stats(key, place, found, list(caches.values()))
         meter.finish()
         comparing = {n: cache for n, cache in caches.items() if cache.compares_inputs}
         if self.inputs is not None and comparing:
             self.inputs.read(self, layout, comparing)
-
-    def placement(
-        self,
-        segments: tuple[str, ...],
-        layout: Batched,
-        caches: Mapping[int, RollingCache],
-        device: torch.device,
-    ) -> Placement:
-        """Return which rows of a row set these caches hold, by the number of the member."""
-        group, images = self.group_of(segments), list(filter(is_image, segments))
-        batches = [layout.batches[number] for number in caches]
-        numbers = [n for n, batch in zip(caches, batches, strict=True) for _ in range(batch)]
-        starts = self.starts_of(group, list(caches.values()))
-        written = len(caches) == len(layout.batches)
-        parts: list[Tensor] = []
-        sizes: list[int] = []
-        source: list[tuple[int, int]] = []
-        at = 0
-        for segment in segments:
-            if not is_image(segment):
-                at += sum(layout.counts(segment))
-                continue
-            active = layout.active((segment,))
-            chosen = [active[number] for number in numbers]
-            counts = [index.numel() for index in chosen]
-            before = images[: images.index(segment)]
-            if before:
-                shift = [sum(map(layout.sites[n].count, before)) for n in numbers]
-                parts.append(placed(chosen, counts, starts + np.array(shift)))
-            else:
-                parts.append(placed(chosen, counts, starts))
-            sizes += counts
-            rows = [index.numel() * n for index, n in zip(active, layout.batches, strict=True)]
-            spans = [(at, at + sum(rows))] if written else spans_of(rows, caches, at)
-            source += [span for span in spans if span[0] < span[1]]
-            at += sum(rows)
-        target = parts[0] if len(parts) == 1 else torch.cat(parts)
-        totals = [cache.totals[group] for cache in caches.values()]
-        place = Placement(
-            slice(*source[0]) if source else slice(0), moved(target, device), sizes, batches, totals
-        )
-        if len(source) < 2:
-            return place
-        index = torch.cat([torch.arange(*span) for span in source])
-        return replace(place, source=moved(index, device))
 
     def group_of(self, segments: tuple[str, ...]) -> Group:
         """Return the image segments without their regions."""
@@ -338,6 +293,75 @@ class RowBlock:
         parts = zip(kept, change.split(batches), complete.split(batches), strict=True)
         for stats, part, all_new in parts:
             stats.total.mul_(~all_new[:, None]).add_(part)
+
+
+class Places:
+    """Where the rows that a batch computes lie in a block, by row set.
+
+    Args:
+        block: The block.
+        layout: The batch.
+        caches: The caches that hold rows of the block, by the number of the member.
+    """
+
+    def __init__(
+        self, block: RowBlock, layout: Batched, caches: Mapping[int, RollingCache]
+    ) -> None:
+        self._block, self._layout, self._caches = block, layout, caches
+        self._batches = [layout.batches[number] for number in caches]
+        repeated = zip(caches, self._batches, strict=True)
+        self._numbers = [n for n, batch in repeated for _ in range(batch)]
+        self._all = len(caches) == len(layout.batches)
+        self._starts: dict[Group, tuple[NDArray[np.int64], list[int]]] = {}
+        self._found: dict[tuple[str, ...], Placement] = {}
+
+    def of(self, segments: tuple[str, ...], device: torch.device) -> Placement:
+        """Return the places of a row set's rows, on the device of the rows."""
+        if segments not in self._found:
+            self._found[segments] = self._placement(segments, device)
+        return self._found[segments]
+
+    def _placement(self, segments: tuple[str, ...], device: torch.device) -> Placement:
+        layout, images = self._layout, list(filter(is_image, segments))
+        starts, totals = self._starts_of(self._block.group_of(segments))
+        parts: list[Tensor] = []
+        sizes: list[int] = []
+        source: list[tuple[int, int]] = []
+        at = 0
+        for segment in segments:
+            if not is_image(segment):
+                at += sum(layout.counts(segment))
+                continue
+            active = layout.active((segment,))
+            each = [index.shape[0] for index in active]
+            counts = [each[number] for number in self._numbers]
+            chosen = [active[number] for number in self._numbers]
+            before = images[: images.index(segment)]
+            if before:
+                shift = [sum(map(layout.sites[n].count, before)) for n in self._numbers]
+                parts.append(placed(chosen, counts, starts + np.array(shift)))
+            else:
+                parts.append(placed(chosen, counts, starts))
+            sizes += counts
+            rows = [count * n for count, n in zip(each, layout.batches, strict=True)]
+            spans = [(at, at + sum(rows))] if self._all else spans_of(rows, self._caches, at)
+            source += [span for span in spans if span[0] < span[1]]
+            at += sum(rows)
+        target = parts[0] if len(parts) == 1 else torch.cat(parts)
+        first = slice(*source[0]) if source else slice(0)
+        place = Placement(first, moved(target, device), sizes, self._batches, totals)
+        if len(source) < 2:
+            return place
+        index = torch.cat([torch.arange(*span) for span in source])
+        return replace(place, source=moved(index, device))
+
+    def _starts_of(self, group: Group) -> tuple[NDArray[np.int64], list[int]]:
+        """Return where the rows of each batch element start, and how many each member has."""
+        if group not in self._starts:
+            caches = list(self._caches.values())
+            totals = [cache.totals[group] for cache in caches]
+            self._starts[group] = self._block.starts_of(group, caches), totals
+        return self._starts[group]
 
 
 def write_rows(
