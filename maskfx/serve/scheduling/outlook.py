@@ -30,9 +30,9 @@ class Job(NamedTuple):
         degree = self.times.hull[0]
         return self.left * degree * self.times.seconds[degree]
 
-    def fastest(self, devices: int) -> int | None:
-        """Return the fastest degree for which there are enough devices; None if there is none."""
-        fitting = [k for k in self.times.hull if footprint(k, devices) <= devices]
+    def fastest(self, free: int, devices: int) -> int | None:
+        """Return the fastest degree for which enough devices are free; None if there is none."""
+        fitting = [k for k in self.times.hull if footprint(k, devices) <= free]
         return fitting[-1] if fitting else None
 
 
@@ -44,8 +44,8 @@ class Planned(NamedTuple):
     degree: int
 
 
-def schedules(jobs: Iterable[Job], start: float, devices: int) -> list[list[Planned]]:
-    """Return several schedules, each with the requests that are in time in it.
+def schedules(jobs: Iterable[Job], start: float, free: int, devices: int) -> list[list[Planned]]:
+    """Return several schedules on so many free devices of all, each with the requests in time.
 
     Each is the best one for some loads: one request after the other, each on as many devices as it
     can use; many beside each other by deadline; by work, where not all can be in time; and those
@@ -56,25 +56,26 @@ def schedules(jobs: Iterable[Job], start: float, devices: int) -> list[list[Plan
         return []
     by_work = sorted(by_due, key=lambda j: j.device_seconds)
     running_first = sorted(by_due, key=lambda j: not j.degree)
-    wide = fastest_first(by_due, start, devices)
-    return [wide, *(narrow_first(o, start, devices) for o in (by_due, by_work, running_first))]
+    orders = by_due, by_work, running_first
+    wide = fastest_first(by_due, start, free, devices)
+    return [wide, *(narrow_first(order, start, free, devices) for order in orders)]
 
 
 def best_schedule(jobs: Iterable[Job], start: float, devices: int) -> list[Planned]:
     """Return the schedule with the most requests in time."""
-    return max(schedules(jobs, start, devices), key=len, default=[])
+    return max(schedules(jobs, start, devices, devices), key=len, default=[])
 
 
-def fastest_first(jobs: Sequence[Job], start: float, devices: int) -> list[Planned]:
+def fastest_first(jobs: Sequence[Job], start: float, free: int, devices: int) -> list[Planned]:
     """Run requests at their fastest degree one after the other, in the order of their deadlines.
 
     Moore's and Hodgson's rule: where a request would be late, the longest one before it is left
     out, which gives the most requests in time on a single group of devices. Several groups are
     filled in turn.
     """
-    degrees = [job.fastest(devices) for job in jobs]
+    degrees = [job.fastest(free, devices) for job in jobs]
     size = max((footprint(k, devices) for k in degrees if k), default=1)
-    lanes = [Lane(start) for _ in range(max(1, devices // size))]
+    lanes = [Lane(start) for _ in range(max(1, free // size))]
     ends = [(start, number) for number in range(len(lanes))]  # a heap
     for job, degree in zip(jobs, degrees, strict=True):
         if degree:
@@ -110,23 +111,23 @@ class Lane:
             at += seconds
 
 
-def narrow_first(jobs: Sequence[Job], start: float, devices: int) -> list[Planned]:
+def narrow_first(jobs: Sequence[Job], start: float, free: int, devices: int) -> list[Planned]:
     """Run each request, in the given order, at the cheapest degree that is in time.
 
     A request that runs keeps its degree if that is in time.
     """
-    free = [start] * devices  # when each device is free, in ascending order
+    since = [start] * free  # when each device is free, in ascending order
     found = []
     for job in jobs:
         kept = (job.degree,) if job.degree in job.times.hull else ()
         for degree in (*kept, *job.times.hull):
             size = footprint(degree, devices)
-            if size > devices:
+            if size > free:
                 continue
-            begin = free[size - 1]
+            begin = since[size - 1]
             end = begin + job.left * job.times.seconds[degree]
             if end <= job.due + EDGE:
                 found.append(Planned(job.id, begin, degree))
-                free = sorted([*free[size:], *[end] * size])
+                since = sorted([*since[size:], *[end] * size])
                 break
     return found

@@ -140,7 +140,7 @@ class RoundScheduler:
                 for p in plan
                 if p.start <= now and p.degree in by_id[p.id].usable(length)
             ]
-            for plan in (schedules(jobs, now, free) if free else ())
+            for plan in (schedules(jobs, now, free, self.devices) if free else ())
         ]
         return [drafts for drafts in starts if drafts]
 

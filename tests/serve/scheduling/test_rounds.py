@@ -13,7 +13,13 @@ from maskfx.serve.scheduling.allocation import StepTimes
 from maskfx.serve.scheduling.cost_model import FittedCosts
 from maskfx.serve.scheduling.degree_costs import DegreeCost, DegreeCosts, from_efficiency
 from maskfx.serve.scheduling.load import Work
-from maskfx.serve.scheduling.outlook import Job, best_schedule, fastest_first, narrow_first
+from maskfx.serve.scheduling.outlook import (
+    Job,
+    best_schedule,
+    fastest_first,
+    narrow_first,
+    schedules,
+)
 from maskfx.serve.scheduling.placement import Devices
 from maskfx.serve.scheduling.round_plan import LatePolicy, Round, RoundRequest, RoundSettings
 from maskfx.serve.scheduling.rounds import RoundScheduler, round_length
@@ -270,7 +276,7 @@ def test_where_one_is_too_many_the_longest_is_left_out() -> None:
         Job(due=due, left=seconds, times=StepTimes({1: 1.0}), id=id)
         for id, seconds, due in (("long", 5, 5.0), ("first", 2, 6.0), ("second", 2, 6.5))
     ]
-    planned = [(p.id, p.start) for p in fastest_first(jobs, 0.0, 1)]
+    planned = [(p.id, p.start) for p in fastest_first(jobs, 0.0, 1, 1)]
     assert planned == [("first", 0.0), ("second", 2.0)]
 
 
@@ -278,7 +284,7 @@ def test_schedules_of_the_outlook_end_in_time() -> None:
     times = StepTimes({k: COSTS.step(k, [work(2000)]) for k in (1, 2, 4, 8)})
     jobs = [Job(due=0.4 * n + 0.5, left=10, times=times, id=str(n)) for n in range(8)]
     by_id = {job.id: job for job in jobs}
-    for plan in (fastest_first(jobs, 0.0, 8), narrow_first(jobs, 0.0, 8)):
+    for plan in (fastest_first(jobs, 0.0, 8, 8), narrow_first(jobs, 0.0, 8, 8)):
         ends = [p.start + 10 * times.seconds[p.degree] - by_id[p.id].due for p in plan]
         assert plan
         assert max(ends) <= 1e-9
@@ -288,7 +294,15 @@ def test_schedules_of_the_outlook_end_in_time() -> None:
                 p.degree for p in plan if p.start <= at < p.start + 10 * times.seconds[p.degree]
             ]
             assert sum(used) <= 8
-    assert len(best_schedule(jobs, 0.0, 8)) >= len(narrow_first(jobs, 0.0, 8))
+    assert len(best_schedule(jobs, 0.0, 8)) >= len(narrow_first(jobs, 0.0, 8, 8))
+
+
+@pytest.mark.parametrize(("free", "devices"), [(2, 3), (3, 8), (1, 2)])
+def test_a_group_of_three_has_no_place_on_what_others_leave(free: int, devices: int) -> None:
+    times = StepTimes({1: 1.0, 2: 0.7, 3: 0.2})
+    jobs = [Job(due=3.0, left=5, times=times, id=str(n)) for n in range(3)]
+    assert not any(p.degree == 3 for plan in schedules(jobs, 0.0, free, devices) for p in plan)
+    assert any(p.degree == 3 for plan in schedules(jobs, 0.0, 4, 4) for p in plan)
 
 
 def test_the_length_of_a_round_is_a_number_of_steps_of_the_slowest_kind() -> None:
