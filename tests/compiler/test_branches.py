@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.compiler.capture.branches import plain_run
+from maskfx.compiler.capture import branches
+from maskfx.compiler.capture.branches import PlainRun, full_run, plain_run
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.roles import flatten, infer, observed_sizes
 from tests.passes.tools import TOLERANCE, error, numbers
@@ -110,6 +113,19 @@ def test_a_plain_run_answers() -> None:
     for inputs, wanted in ((make(), False), (make(44), True)):
         leaves = infer(Scales(), inputs, None)
         assert plain_run(Scales(), inputs, leaves).answers == [wanted]
+
+
+def test_an_export_that_asks_more_than_a_light_run_follows_a_full_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def misled(module: nn.Module, inputs: Any, leaves: Any) -> PlainRun:
+        found = full_run(module, inputs, leaves)
+        return replace(found, answers=[], counts=[], light=True)
+
+    monkeypatch.setattr(branches, "light_run", misled)
+    found = capture(Scales().eval(), make())
+    assert found.module is not None, found.notes
+    assert found.decisions is not None
 
 
 def test_another_number_of_channels_is_another_capture() -> None:

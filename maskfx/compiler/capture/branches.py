@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import lengths as lengths_
-from maskfx.compiler.capture.light_run import LightProducts, keeping_nothing, may_run_lightly
+from maskfx.compiler.capture.light_run import LightProducts, light_twin
 from maskfx.compiler.capture.roles import Argument, observed_sizes
 from maskfx.errors import CaptureError
 from maskfx.ir.values import copy_of, made_object, open_dataclasses
@@ -76,12 +76,14 @@ class PlainRun:
         counts: the whole numbers of each read, one or a list.
         lengths: the lengths of the texts in this run.
         batch: the number of samples in this run.
+        light: whether large products were left out.
     """
 
     answers: list[bool]
     counts: list[list[int]]
     lengths: list[int]
     batch: int
+    light: bool = False
 
     @property
     def reads_lengths(self) -> bool:
@@ -110,7 +112,7 @@ def plain_run(
 ) -> PlainRun:
     """Run the module eagerly; reject results that aren't numbers.
 
-    A light run is enough if Python asks nothing in it and the module keeps nothing of it.
+    A light run is enough if Python asks nothing in it and nothing is kept of it.
     """
     return light_run(module, inputs, leaves) or full_run(module, inputs, leaves)
 
@@ -118,17 +120,17 @@ def plain_run(
 def light_run(
     module: torch.nn.Module, inputs: Mapping[str, Any], leaves: Sequence[Argument]
 ) -> PlainRun | None:
-    """Run the module without its large products; None if that isn't as good as a full run."""
-    if not may_run_lightly(module):
-        return None
+    """Run a twin of the module lightly; None if that isn't as good as a full run."""
     try:
-        with keeping_nothing(module) as changed, LightProducts(module):
-            found = full_run(module, pytree.tree_map(copy_of, inputs), leaves)
+        twin = light_twin(module)
+        with LightProducts(twin):
+            found = full_run(twin.module, pytree.tree_map(copy_of, inputs), leaves)
     except (torch.OutOfMemoryError, MemoryError, Unexportable):
         raise
     except Exception:  # whatever it is, a full run raises it too, or doesn't
         return None
-    return None if changed or found.answers or found.counts else found
+    found.light = True
+    return None if twin.keeps_tensors() or found.answers or found.counts else found
 
 
 def full_run(

@@ -22,7 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.branches import PlainRun, Unexportable, going_by, plain_run
+from maskfx.compiler.capture.branches import (
+    PlainRun,
+    Unexportable,
+    full_run,
+    going_by,
+    plain_run,
+)
 from maskfx.compiler.capture.keyword_names import allow_keyword_names
 from maskfx.compiler.capture.known_numbers import KnownNumbers
 from maskfx.compiler.capture.lengths import is_count
@@ -186,6 +192,10 @@ def export_as_answered(
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
+        if plain.light:
+            plain = full_run(module, pytree.tree_map(copy_of, inputs), leaves)
+            if plain.answers or plain.counts:
+                return export_following(plain, module, inputs, leaves, symbolic)
         if not plain.reads_samples:
             raise
         first = (str(error).strip().splitlines() or [""])[0][:200]

@@ -1,35 +1,56 @@
 """A light run: a module runs without its large products with parameters, and what follows of them.
 
-In their place stand zeros that take no memory. Such a run takes a small part of the time of a full
-one. Python reads the same in it, unless it reads what follows of a product.
+In their place stands memory that nothing was written to. Such a run takes a small part of the time
+of a full one. It ends with `NotLight` where its results might differ in what Python sees, or a
+tensor would be written that it doesn't own.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from maskfx.compiler.capture.twin import Twin
 from maskfx.ir.values import copy_of
 
 aten = torch.ops.aten
-WEIGHTED = {aten.convolution.default: (0, 1), aten.addmm.default: (1, 2), aten.mm.default: (0, 1)}
+# the places of input and weight among the arguments, and the dimension of the weight's inputs
+WEIGHTED = {
+    aten.convolution.default: (0, 1, 1),
+    aten.conv1d.default: (0, 1, 1),
+    aten.conv2d.default: (0, 1, 1),
+    aten.conv3d.default: (0, 1, 1),
+    aten.linear.default: (0, 1, 1),
+    aten.addmm.default: (1, 2, 0),
+    aten.mm.default: (0, 1, 0),
+}
+CONVOLUTIONS = {
+    aten.convolution.default,
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+}
 SMALL = 1 << 20  # products of fewer multiplications than this are computed
-CONTAINERS = (dict, list, set)
+
+
+class NotLight(Exception):
+    """A module can't run lightly, or not with the same result."""
 
 
 class LightProducts(TorchDispatchMode):
-    """Replaces large products with parameters, and what is computed of them, by zeros."""
+    """Leaves out large products with parameters, and what is computed of them."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, twin: Twin) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._weights = {storage_of(p) for p in module.parameters()}
-        self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._weights = set(map(storage_of, twin.module.parameters()))
+        self._owned = set(map(storage_of, twin.tensors))
+        self._left_out: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(
         self,
@@ -39,57 +60,78 @@ class LightProducts(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not func.is_view and (self._is_large(func, args) or self._follows(args, kwargs)):
-            with contextlib.suppress(NotImplementedError, RuntimeError):
-                return self._zeros_of(func, args, kwargs)
+        follows = any(map(self._is_left_out, tensors_in((args, kwargs))))
+        written = list(written_by(func, args, kwargs))
+        if any(storage_of(value) in self._owned for value in written):
+            raise NotLight(f"{func} writes a tensor of the module")
+        if func.is_view or torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)
+        if written and follows:
+            return self._write(func, args, kwargs, written)
+        if follows or self._is_large(func, args):
+            return self._leave_out(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _is_large(self, func: Any, args: tuple[Any, ...]) -> bool:
         if func not in WEIGHTED:
             return False
-        given, weight = (args[i] for i in WEIGHTED[func])
+        at, of, inputs = WEIGHTED[func]
+        given, weight = args[at], args[of]
         # at least: a convolution has as many products with each weight as its input has sites
-        features = weight.shape[1 if func is aten.convolution.default else 0]
-        multiplied = given.numel() // max(1, features) * weight.numel()
+        multiplied = given.numel() // max(1, weight.shape[inputs]) * weight.numel()
         return storage_of(weight) in self._weights and multiplied >= SMALL
 
-    def _follows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True if an operator reads zeros that stand for something else."""
-        stored = {storage_of(zero) for zero in self._zeros.values()}
-        values = pytree.tree_leaves((args, kwargs))
-        return any(isinstance(v, Tensor) and storage_of(v) in stored for v in values)
+    def _is_left_out(self, value: Tensor) -> bool:
+        """Return True for a value that wasn't computed."""
+        found = self._left_out.get(storage_of(value))
+        return found is not None and not found.expired()
 
-    def _zeros_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return zeros in the shape of an operator's results.
+    def _write(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor]
+    ) -> Any:
+        """Write nothing to values that weren't computed; other ones aren't known afterwards."""
+        if len(written) != 1 or written[0] is not args[0]:
+            raise NotLight(f"{func} writes several values")
+        if not self._is_left_out(args[0]):
+            self._note(args[0])
+        return args[0]
 
-        An operator that writes to one of its arguments runs instead, unless that is zeros already.
-        """
-        if func._schema.is_mutable:
-            if self._follows(args[:1], {}):
-                return args[0]
-            raise NotImplementedError
-        device = next(v.device for v in pytree.tree_leaves(args) if isinstance(v, Tensor))
+    def _leave_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return memory in the form of an operator's results."""
+        device = next(value.device for value in tensors_in((args, kwargs)))
 
         def shape_only(value: Any) -> Any:
             return value.to("meta") if isinstance(value, Tensor) else value
 
-        def zeros(value: Any) -> Any:
+        def memory(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            key = value.dtype, device
-            if key not in self._zeros:
-                self._zeros[key] = torch.zeros((), dtype=value.dtype, device=device)
-            return self._zeros[key].expand(value.shape)
+            made = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=device
+            )
+            return self._note(made)
 
         shapes, options = pytree.tree_map(shape_only, (args, kwargs))
-        return pytree.tree_map(zeros, func(*shapes, **options))
+        if "device" in options:
+            options = {**options, "device": torch.device("meta")}
+        try:
+            found = func(*shapes, **options)
+        except (NotImplementedError, RuntimeError) as error:
+            raise NotLight(f"{func} depends on values: {error}") from error
+        if not tensors_in(found):
+            raise NotLight(f"{func} returns what Python sees")
+        return pytree.tree_map(memory, found)
+
+    def _note(self, value: Tensor) -> Tensor:
+        self._left_out[storage_of(value)] = StorageWeakRef(value.untyped_storage())
+        return value
 
 
 class Convolved(LightProducts):
     """Counts what convolutions wider than one site read."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
+    def __init__(self, twin: Twin) -> None:
+        super().__init__(twin)
         self.elements: int = 0
 
     def __torch_dispatch__(
@@ -99,93 +141,49 @@ class Convolved(LightProducts):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is aten.convolution.default and max(args[1].shape[2:], default=1) > 1:
+        if func in CONVOLUTIONS and max(args[1].shape[2:], default=1) > 1:
             self.elements += args[0].numel()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def convolved_elements(module: nn.Module, inputs: dict[str, Any]) -> int:
+def convolved_elements(module: nn.Module, inputs: Mapping[str, Any]) -> int:
     """Return how many numbers convolutions wider than one site read in a call.
 
-    A recording of the call keeps about as many. 0 if a light run fails.
+    A recording of the call keeps about as many. 0 if the module can't run lightly.
     """
-    if not may_run_lightly(module):
-        return 0
-    counter = Convolved(module)
     try:
-        with torch.no_grad(), keeping_nothing(module), counter:
-            module(**pytree.tree_map(copy_of, inputs))
+        twin = light_twin(module)
+        with torch.no_grad(), Convolved(twin) as counter:
+            twin.module(**pytree.tree_map(copy_of, dict(inputs)))
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
     except Exception:  # whatever it is, a full run raises it too, or doesn't
         return 0
-    return counter.elements
+    elements: int = counter.elements
+    return elements
 
 
-def may_run_lightly(module: nn.Module) -> bool:
-    """Return True if no hooks run before or after the parts of a module."""
-    return not any(
-        part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook")
-        for part in module.modules()
-    )
+def light_twin(module: nn.Module) -> Twin:
+    """Return a twin for a light run; raise NotLight for a module with hooks."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_hf_hook")
+    if any(vars(part).get(kind) for part in module.modules() for kind in kinds):
+        raise NotLight("hooks run before or after its parts")
+    return Twin(module)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an operator writes."""
+    if not func._schema.is_mutable:
+        return
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from tensors_in(value)
 
 
 def storage_of(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()
-
-
-@contextlib.contextmanager
-def keeping_nothing(module: nn.Module) -> Iterator[list[str]]:
-    """Take from a module and its parts the tensors that they keep of a run.
-
-    These are in attributes, or in dicts, lists and sets that are attributes. The list then names
-    those attributes, and the buffers that were written.
-    """
-    parts = list(module.modules())
-    before = [{name: held(value) for name, value in vars(part).items()} for part in parts]
-    buffers = {name: (value, value._version) for name, value in module.named_buffers()}
-    changed: list[str] = []
-    try:
-        yield changed
-    finally:
-        for part, old in zip(parts, before, strict=True):
-            changed.extend(restore(vars(part), old))
-        changed.extend(n for n, (value, version) in buffers.items() if value._version != version)
-
-
-Held = tuple[Any, Any]  # a value, and a copy of a container
-
-
-def held(value: Any) -> Held:
-    return value, value.copy() if isinstance(value, CONTAINERS) else None
-
-
-def restore(now: dict[str, Any], old: dict[str, Held]) -> list[str]:
-    """Undo changes of attributes that brought tensors in; return their names."""
-    changed = []
-    for name, value in list(now.items()):
-        before, contents = old.get(name, (None, None))
-        if value is not before:
-            known: set[int] = set()
-        elif contents is not None:
-            known = {id(one) for one in contents_of(contents)}
-        else:
-            continue
-        if not any(isinstance(one, Tensor) and id(one) not in known for one in contents_of(value)):
-            continue
-        changed.append(name)
-        if name not in old:
-            del now[name]
-            continue
-        now[name] = before
-        if contents is not None:
-            before.clear()
-            before.extend(contents) if isinstance(before, list) else before.update(contents)
-    return changed
-
-
-def contents_of(value: Any) -> list[Any]:
-    """Return the objects in a container, also in tuples there, or the value itself."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (*CONTAINERS, tuple)):
-        return [one for item in value for one in contents_of(item)]
-    return [value]

@@ -45,7 +45,7 @@ class Planned(NamedTuple):
 
 
 def schedules(jobs: Iterable[Job], start: float, free: int, devices: int) -> list[list[Planned]]:
-    """Return several schedules on so many free devices of all, each with the requests in time.
+    """Return several schedules on the free devices, each with the requests that are in time.
 
     Each is the best one for some loads: one request after the other, each on as many devices as it
     can use; many beside each other by deadline; by work, where not all can be in time; and those
