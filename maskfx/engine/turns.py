@@ -3,74 +3,57 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
 
 from maskfx.pipelines.waiting import Wait
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A request that waits for its turn or has it, with the ids of its modules."""
+
+    modules: frozenset[int]
+    alone: bool
+
+    def excludes(self, other: Request) -> bool:
+        """Return True if the two must not run at once."""
+        return (self.alone or other.alone) and not self.modules.isdisjoint(other.modules)
 
 
 class Turns:
     """Admits requests to modules: any number at once, or one that runs alone over its modules.
 
-    While one waits to run alone, others over these modules wait behind it.
+    First come, first served: a request runs when no earlier one that excludes it is left. Later
+    ones that run already exclude none of those before them.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._running: Counter[int] = Counter()  # requests by module
-        self._alone: set[int] = set()  # modules of requests that run alone
-        self._asked: Counter[int] = Counter()  # requests that wait to run alone, by module
+        self._requests: list[Request] = []  # that run or wait, in the order in which they came
 
     @contextmanager
     def of(self, modules: Iterable[object], alone: bool, wait: Wait) -> Iterator[None]:
         """Hold a turn over these modules; `wait` blocks until it can be taken, or raises."""
-        keys = {id(module) for module in modules}
-        with self._asking(keys, alone):
-            taken = self._take(keys, alone, 0.0)
-
-            def take(seconds: float | None) -> bool:
-                nonlocal taken
-                taken = taken or self._take(keys, alone, seconds)
-                return taken
-
-            try:
-                if not taken:
-                    wait(take)
-            except BaseException:
-                if taken:
-                    self._leave(keys, alone)
-                raise
-        try:
-            yield
-        finally:
-            self._leave(keys, alone)
-
-    @contextmanager
-    def _asking(self, keys: set[int], alone: bool) -> Iterator[None]:
+        request = Request(frozenset(map(id, modules)), alone)
         with self._changed:
-            self._asked.update(keys if alone else ())
+            self._requests.append(request)
         try:
+            if not self._comes(request, 0.0):
+                wait(lambda seconds: self._comes(request, seconds))
             yield
         finally:
             with self._changed:
-                self._asked.subtract(keys if alone else ())
+                self._requests.remove(request)
                 self._changed.notify_all()
 
-    def _take(self, keys: set[int], alone: bool, seconds: float | None) -> bool:
+    def _comes(self, request: Request, seconds: float | None) -> bool:
+        """Wait until it is the request's turn; return False after `seconds`."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_free(keys, alone), seconds):
-                return False
-            self._running.update(keys)
-            self._alone.update(keys if alone else ())
-            return True
+            return self._changed.wait_for(lambda: self._is_free(request), seconds)
 
-    def _is_free(self, keys: set[int], alone: bool) -> bool:
-        taken = self._running if alone else self._asked
-        return not self._alone & keys and not any(taken[key] for key in keys)
-
-    def _leave(self, keys: set[int], alone: bool) -> None:
-        with self._changed:
-            self._running.subtract(keys)
-            self._alone.difference_update(keys if alone else ())
-            self._changed.notify_all()
+    def _is_free(self, request: Request) -> bool:
+        earlier = takewhile(lambda one: one is not request, self._requests)
+        return not any(map(request.excludes, earlier))

@@ -10,8 +10,10 @@ import dis
 import inspect
 from collections.abc import Iterator
 from functools import cache
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+from torch.nn import Module
 
 from maskfx.pipelines.pipeline import nested_pipelines
 
@@ -29,26 +31,51 @@ def alters_modules(pipe: object) -> bool:
 def call_alters(pipeline: Any) -> bool:
     """Return True if the code of a class's call, or what it calls, sets attention processors.
 
-    Follows methods of the class and functions of the modules that define them.
+    Follows methods of the class and its bases, functions of modules, and helper classes, which
+    are constructed and called. The class's own constructor has run before.
     """
-    open_, seen = [function_of(pipeline.__call__)], set[CodeType]()
+    open_, seen = [(function_of(pipeline.__call__), pipeline)], set[tuple[CodeType, type]]()
     while open_:
-        function = open_.pop()
-        if function is None or function.__code__ in seen:
+        function, kind = open_.pop()
+        if function is None or (function.__code__, kind) in seen:
             continue
-        seen.add(function.__code__)
-        for code in codes_in(function.__code__):
-            if SETTERS & {*code.co_names} or sets_attribute(code):
-                return True
-            for name in code.co_names:
-                found = getattr(pipeline, name, function.__globals__.get(name))
-                open_.append(function_of(found))
+        seen.add((function.__code__, kind))
+        codes = [*codes_in(function.__code__)]
+        if any(SETTERS & {*code.co_names} or sets_attribute(code) for code in codes):
+            return True
+        names = {name for code in codes for name in code.co_names} - {"__init__"}
+        open_ += referenced(names, function.__globals__, kind)
     return False
+
+
+def referenced(
+    names: set[str], variables: dict[str, Any], kind: type
+) -> Iterator[tuple[FunctionType | None, type]]:
+    """Yield the functions that names in a method of a class may refer to, with the class of each.
+
+    A name refers to every definition in the class and its bases (for `super`), to the global
+    variable, and to the attribute of each module among the global variables named. A class that is
+    no torch module stands for its constructor and its call.
+    """
+    found = [vars(base)[name] for base in kind.__mro__ for name in names & vars(base).keys()]
+    named = [variables[name] for name in names & variables.keys()]
+    modules = [value for value in named if isinstance(value, ModuleType)]
+    for module in modules:
+        named += [vars(module)[name] for name in names & vars(module).keys()]
+    for value in found + named:
+        if not isinstance(value, type):
+            yield function_of(value), kind
+        elif value not in kind.__mro__ and Module not in value.__mro__:
+            for base in value.__mro__:
+                for name in ("__init__", "__call__"):
+                    yield function_of(vars(base).get(name)), value
 
 
 def function_of(value: object) -> FunctionType | None:
     """Return the Python function of a function or method, without its decorators."""
-    value = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else None
+    if isinstance(value, MethodType | staticmethod | classmethod):
+        value = value.__func__
+    value = inspect.unwrap(value) if callable(value) else None
     return value if isinstance(value, FunctionType) else None
 
 
@@ -61,7 +88,7 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def sets_attribute(code: CodeType) -> bool:
-    return any(
+    return not ATTRIBUTES.isdisjoint(code.co_names) and any(
         one.opname == "STORE_ATTR" and one.argval in ATTRIBUTES
         for one in dis.get_instructions(code)
     )

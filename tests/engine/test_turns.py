@@ -28,7 +28,7 @@ class Runs:
 
     def __init__(self) -> None:
         self.turns, self.inside = Turns(), set[str]()
-        self.leave = {name: threading.Event() for name in "abcd"}
+        self.leave = {name: threading.Event() for name in "abcde"}
 
     def start(self, name: str, modules: list[object], alone: bool) -> None:
         def run() -> None:
@@ -45,7 +45,7 @@ def test_a_request_that_runs_alone_waits_for_others_and_they_for_it() -> None:
     runs.start("a", [one], alone=False)
     wait_until(lambda: runs.inside == {"a"})
     runs.start("b", [one, other], alone=True)
-    wait_until(lambda: runs.turns._asked[id(one)] == 1)
+    wait_until(lambda: len(runs.turns._requests) == 2)
     runs.start("c", [one], alone=False)  # behind b, which would otherwise wait forever
     runs.start("d", [object()], alone=True)  # of other modules
     wait_until(lambda: runs.inside == {"a", "d"})
@@ -55,9 +55,8 @@ def test_a_request_that_runs_alone_waits_for_others_and_they_for_it() -> None:
     wait_until(lambda: runs.inside == {"c", "d"})
     for event in runs.leave.values():
         event.set()
-    wait_until(lambda: not runs.inside)
-    assert not +runs.turns._running
-    assert not runs.turns._alone
+    wait_until(lambda: not runs.turns._requests)
+    assert not runs.inside
 
 
 def test_requests_that_change_nothing_run_together() -> None:
@@ -67,6 +66,48 @@ def test_requests_that_change_nothing_run_together() -> None:
     wait_until(lambda: runs.inside == {"a", "b"})
     for event in runs.leave.values():
         event.set()
+
+
+def test_clients_that_always_run_alone_let_others_have_their_turn() -> None:
+    runs, module = Runs(), object()
+
+    def ask(name: str, alone: bool) -> None:
+        left = len(runs.turns._requests)
+        runs.start(name, [module], alone)
+        wait_until(lambda: len(runs.turns._requests) == left + 1)
+
+    ask("a", alone=True)
+    ask("b", alone=True)
+    ask("c", alone=False)
+    for name, again in ("ad", "be"):  # each of the two clients asks again when it has run
+        wait_until(lambda name=name: runs.inside == {name})  # type: ignore[misc]
+        ask(again, alone=True)
+        runs.leave[name].set()
+    for name in "cde":
+        wait_until(lambda name=name: runs.inside == {name})  # type: ignore[misc]
+        runs.leave[name].set()
+    wait_until(lambda: not runs.turns._requests)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_request_has_no_turn_before_one_that_came_earlier(alone: bool) -> None:
+    turns, module = Turns(), object()
+
+    def first(waiting: Callable[[float | None], bool]) -> None:
+        with pytest.raises(RuntimeError, match="cancelled"), turns.of([module], alone, second):
+            raise AssertionError("it was cancelled")
+        assert waiting(0.0)
+
+    def second(waiting: Callable[[float | None], bool]) -> None:
+        holder.__exit__(None, None, None)
+        assert not waiting(0.0)  # although nothing runs
+        raise RuntimeError("cancelled")
+
+    holder = turns.of([module], True, wait_uninterrupted)
+    holder.__enter__()
+    with turns.of([module], True, first):
+        pass
+    assert not turns._requests
 
 
 def test_a_wait_that_ends_with_an_error_leaves_nothing() -> None:
@@ -93,6 +134,7 @@ def test_a_wait_that_ends_with_an_error_leaves_nothing() -> None:
         raise AssertionError("it was cancelled")
     with turns.of([module], True, cancelled):
         pass
+    assert not turns._requests
 
 
 def test_requests_that_replace_attention_give_their_own_pictures() -> None:

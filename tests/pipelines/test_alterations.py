@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from types import ModuleType
 from typing import Any
 
 import diffusers
 import pytest
+import torch
 
 from maskfx.pipelines.alterations import call_alters
 
@@ -20,6 +23,7 @@ from maskfx.pipelines.alterations import call_alters
         ("StableDiffusionAttendAndExcitePipeline", True),  # in a method
         ("StableDiffusionGLIGENPipeline", True),
         ("FluxFillPipeline", False),
+        ("Flux2KleinKVPipeline", False),  # when it is constructed
         ("QwenImageEditPipeline", False),  # calls its `processor`
     ],
 )
@@ -54,6 +58,94 @@ class Reads:
         return self()
 
 
-@pytest.mark.parametrize(("kind", "alters"), [(ByFunction, 1), (ByInnerFunction, 1), (Reads, 0)])
-def test_functions_are_followed(kind: type, alters: int) -> None:
-    assert call_alters(kind) == bool(alters)
+class BySuper(ByFunction):
+    def __call__(self) -> None:
+        super().__call__()
+
+
+class ByMethodOfSuper(BySuper):
+    def __call__(self) -> None:
+        self.change()
+
+    def change(self) -> None:
+        super().__call__()
+
+
+class ByClassMethod:
+    def __call__(self) -> None:
+        self.change(self)
+
+    @classmethod
+    def change(cls, module: Any) -> None:
+        helper(module)
+
+
+helpers: Any = ModuleType("helpers")
+helpers.register = helper
+
+
+class ByModule:
+    def __call__(self) -> None:
+        helpers.register(self)
+
+
+class Control:
+    def __init__(self, module: Any) -> None:
+        self.change(module)
+
+    def change(self, module: Any) -> None:
+        helper(module)
+
+
+class Controls(Control):
+    """Inherits its constructor."""
+
+
+class Caller:
+    def __call__(self, module: Any) -> None:
+        helper(module)
+
+
+class ByConstructor:
+    def __call__(self) -> None:
+        Controls(self)
+
+
+class ByCall:
+    def __call__(self) -> None:
+        Caller()(self)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        helper(self)
+
+
+class Constructs:
+    def __call__(self) -> Any:
+        return Net()
+
+
+class Constructed:
+    """Its call only mentions its constructor and its class."""
+
+    def __init__(self) -> None:
+        helper(self)
+
+    def __call__(self) -> Any:
+        return inspect.signature(self.__init__), Constructed.__name__  # type: ignore[misc]
+
+
+ALTERING = [ByFunction, ByInnerFunction, BySuper, ByMethodOfSuper, ByClassMethod]
+ALTERING += [ByModule, ByConstructor, ByCall]
+
+
+@pytest.mark.parametrize("kind", ALTERING)
+def test_what_a_call_calls_is_followed(kind: type) -> None:
+    assert call_alters(kind)
+
+
+@pytest.mark.parametrize("kind", [Reads, Constructs, Constructed])
+def test_what_sets_no_processors_in_a_call_is_no_alteration(kind: type) -> None:
+    assert not call_alters(kind)
