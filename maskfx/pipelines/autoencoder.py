@@ -19,9 +19,10 @@ from maskfx.pipelines.call_handler import CallHandler, CallPart
 from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.deferred import force_all
 from maskfx.pipelines.masks import grown
-from maskfx.pipelines.stand_in import is_denoiser, is_hooked
+from maskfx.pipelines.stand_in import installed, is_denoiser, is_hooked
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.offload import whole_hook
 from maskfx.runtime.steps import EditStep, RecordStep
 
 METHODS = ("encode", "decode")
@@ -29,7 +30,7 @@ INPUT = "sample"  # the argument of AutoencoderMethod
 MARGIN = 1  # latent sites around a changed part of a picture that `encode` computes too
 MOST = 0.6  # share of changed sites from which all sites are computed: rows cost more than gains
 CLOSE = 1e-5  # inputs that differ by less, relative to the largest, are the same
-MOVES = 3  # changes of where the weights are, after which calls run dense
+SWITCHES = ("use_tiling", "use_slicing")  # those of autoencoders that compute a picture in parts
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,6 @@ class AutoencoderMethod(nn.Module):
         super().__init__()
         self.autoencoder, self.method = autoencoder, method
         self.form: OutputForm | None = None  # known after the first run
-        self._place: object = None
-        self._moves = 0
 
     def forward(self, sample: Tensor) -> Tensor:
         run: Callable[..., Any] = getattr(type(self.autoencoder), self.method)
@@ -73,23 +72,31 @@ class AutoencoderMethod(nn.Module):
         self.form = OutputForm.of(output)
         return self.form.tensor(output)
 
-    def refusal(self) -> str | None:
+    def place(self) -> object:
+        """Return what changes when the weights are moved or converted."""
+        first = next(self.autoencoder.parameters(), None)
+        return None if first is None else (first.data_ptr(), first.dtype, first.device)
+
+    def refusal(self, began: object) -> str | None:
         """Return why its calls can't be narrowed now; None if they can.
 
-        Where a pipeline converts or moves the autoencoder for each call, every call would be
-        captured anew.
+        `began` is the `place` at the beginning of the run. Where a pipeline converts or moves the
+        autoencoder for each call, every call would be captured anew.
         """
-        if is_hooked(self.autoencoder):
-            return "hooks act on its parts (offloading?)"
-        first = next(self.autoencoder.parameters(), None)
-        place = None if first is None else (first.data_ptr(), first.dtype, first.device)
-        self._moves += place != self._place
-        self._place = place
-        return "its weights are moved or converted between calls" if self._moves > MOVES else None
+        if is_hooked(self.autoencoder) or whole_hook(self.autoencoder) is not None:
+            return "hooks act on it or its parts (offloading?)"
+        for switch in SWITCHES:
+            if getattr(self.autoencoder, switch, False):
+                return f"{switch} is on"
+        moved = self.place() != began
+        return "its weights were moved or converted since the run began" if moved else None
 
 
 def find_methods(components: Mapping[str, object]) -> dict[str, AutoencoderMethod]:
-    """Return the methods of a pipeline's autoencoders by name, such as `vae.decode`."""
+    """Return the methods of a pipeline's autoencoders by name, such as `vae.decode`.
+
+    A method that was replaced on the object, not by a stand-in, isn't the autoencoder's own.
+    """
     return {
         f"{name}.{method}": AutoencoderMethod(part, method)
         for name, part in components.items()
@@ -97,6 +104,7 @@ def find_methods(components: Mapping[str, object]) -> dict[str, AutoencoderMetho
         and not is_denoiser(part)
         and all(callable(getattr(type(part), method, None)) for method in METHODS)
         for method in METHODS
+        if method not in vars(part) or installed(part, method) is not None
     }
 
 
@@ -143,6 +151,10 @@ class AutoencoderCalls:
     handler: CallHandler
     notes: Counter[str]
     _counts: Counter[str] = field(default_factory=Counter)
+    _places: dict[str, object] = field(default_factory=dict)  # of weights, as the run began
+
+    def __post_init__(self) -> None:
+        self._places = {name: method_of(one).place() for name, one in self.methods.items()}
 
     def codes(self, autoencoder: nn.Module, method: str) -> bool:
         """Return True if a call may be narrowed or recorded."""
@@ -162,7 +174,7 @@ class AutoencoderCalls:
         given = force_all(dict(arguments))
         sample, compiled = input_of(given), self.methods[name]
         module = method_of(compiled)
-        why = module.refusal()
+        why = module.refusal(self._places[name])
         if sample is None or why is not None:
             self.notes[f"{name}: {why or 'its arguments are others'}; it runs dense"] += 1
             return None

@@ -207,7 +207,7 @@ class RecordHandler(DenseHandler):
         return output
 
     def code(self, part: CallPart) -> AnyStep | None:
-        if not self.library.has_room(part.denoiser, part.inputs):
+        if not self.library.take_room(self.template, part.denoiser, part.inputs):
             return None
         self.library.templates_of(part.position.name, part.denoiser)
         self._recording.add(part.position)

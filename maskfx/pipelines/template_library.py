@@ -33,7 +33,7 @@ AFTER = "after"  # latents after each step
 LATENTS = "latents"  # used in place of a denoiser's name
 
 KNOWN = 4096  # entries of each in-memory table of templates; the oldest are evicted
-CODED_SHARE = 8  # a recorded call of an autoencoder takes this part of the memory at most
+CODED_SHARE = 4  # a template's recorded calls of autoencoders take this part of the memory at most
 SELDOM = 64  # maximum number of requests between two attempts at a template that failed
 
 
@@ -101,6 +101,7 @@ class TemplateLibrary:
     # of templates in recording: batch elements, and what was recorded before shares were decided
     _elements: dict[str, Counter[tuple[str, int]]] = field(default_factory=dict)
     _early: dict[str, list[tuple[CallPosition, StepCache]]] = field(default_factory=dict)
+    _coded: Counter[str] = field(default_factory=Counter)  # bytes of autoencoders' calls
     _locks: defaultdict[str, threading.Lock] = field(
         default_factory=lambda: defaultdict(threading.Lock)
     )
@@ -130,12 +131,15 @@ class TemplateLibrary:
                 self.templates[name] = Templates(denoiser, self.tiers, masks=masks, budget=left)
         return self.templates[name]
 
-    def has_room(self, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> bool:
-        """Return True if a recording of this autoencoder's call leaves room for those of steps.
+    def take_room(
+        self, template: str, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]
+    ) -> bool:
+        """Take the room of a recorded call of an autoencoder; return False if there is none.
 
-        False if the call can't be narrowed. A call that surely leaves none isn't captured.
+        The autoencoders' calls of a template together leave room for the recordings of steps. False
+        too if the call can't be narrowed. A call that surely has no room isn't captured.
         """
-        room = self.tiers.room / CODED_SHARE
+        room = self.tiers.room / CODED_SHARE - self._coded[template]
         if not denoiser.compilations and least_bytes(denoiser, inputs, self.tiers.encoding) > room:
             return False
         try:
@@ -144,7 +148,11 @@ class TemplateLibrary:
         except (InputError, MissingRequest):
             return False
         batch = next(v.shape[0] for v in inputs.values() if isinstance(v, Tensor))
-        return batch * footprint.together(self.tiers.encoding) <= room
+        needed = batch * footprint.together(self.tiers.encoding)
+        if needed > room:
+            return False
+        self._coded[template] += needed
+        return True
 
     @contextmanager
     def recording(self, template: str, wait: Wait = wait_uninterrupted) -> Iterator[None]:
@@ -159,6 +167,7 @@ class TemplateLibrary:
             self._placed.pop(template, None)  # left by a run that failed
             self._elements.pop(template, None)
             self._early.pop(template, None)
+            self._coded.pop(template, None)
             lock.release()
 
     def count_request(self, template: str) -> int:
@@ -189,6 +198,7 @@ class TemplateLibrary:
         self._placed[template] = []
         self._elements[template] = Counter()
         self._early[template] = []
+        self._coded[template] = 0
 
     def put(self, template: str, position: CallPosition, cache: StepCache) -> None:
         """Store a recorded call."""

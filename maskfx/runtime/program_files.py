@@ -3,17 +3,21 @@
 `<directory>/<key>/<hash>.program` is one compilation. `verdicts.json` beside them holds, by the
 fingerprint of the weights, which sizes a capture and a program were verified at, so that a process
 that starts with the same weights verifies nothing again. Any number of processes may share the
-directory; a file that is damaged or stale is a miss, logged and ignored.
+directory; a file that is damaged or stale is a miss, logged and ignored. A directory that can't be
+read or written costs compilations, not calls.
 """
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
@@ -33,6 +37,7 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".program"
 KEPT_DAYS = 30  # a key that was not used for so long is removed
+RAISED = re.compile(r"(?:^|\}: )(\w+): ")  # the class of an exception in a note of a compilation
 Verdicts = dict[str, Any]
 
 
@@ -63,13 +68,14 @@ class ProgramFiles:
     def load(self) -> Iterator[Compilation]:
         """Yield the compilations that were saved for this module, with their verdicts."""
         verdicts = self._verdicts()
-        for path in sorted(self.folder.glob(f"*{SUFFIX}")):
+        for path in programs_in(self.folder):
             try:
                 found = load(path, self._weights())
             except UnreadableArtifact as error:
                 log.warning("a saved program is not used: %s", error)
                 continue
-            os.utime(path)
+            with suppress(OSError):  # another user's file, or removed meanwhile
+                os.utime(path)
             self._saved[id(found)] = path.name
             about = verdicts.get("captures", {}).get(path.name, {})
             found.capture.fixed_batch = about.get("fixed_batch", found.capture.fixed_batch)
@@ -82,8 +88,13 @@ class ProgramFiles:
         return {tuple(key): wrong for key, wrong in self._verdicts().get("programs", [])}
 
     def save(self, compilation: Compilation) -> None:
-        """Write a new compilation; one that can't be written is compiled again by each process."""
+        """Write a new compilation; one that can't be written is compiled again by each process.
+
+        So is one without a program that the operating system's state may have prevented.
+        """
         capture, program = compilation.capture, compilation.program
+        if program is None and failed_by_system(compilation):
+            return
         sizes = capture.frozen, capture.single
         kind = repr((capture.in_spec, capture.leaves, capture.constants, sizes))
         digest = hashlib.sha256(kind.encode()).hexdigest()
@@ -98,7 +109,8 @@ class ProgramFiles:
             log.warning("a program can't be saved to %s: %s", self.folder, error)
             return
         self._saved[id(compilation)] = name
-        self._remove_old()
+        with suppress(OSError):  # another process removes folders too
+            self._remove_old()
 
     def note(self, every: list[Compilation], programs: dict[Any, str]) -> None:
         """Write what was verified since the last call, if there is anything."""
@@ -145,9 +157,27 @@ class ProgramFiles:
         """Remove keys that were not used for long: of other versions, or other settings."""
         limit = time.time() - KEPT_DAYS * 86400
         for folder in self.folder.parent.iterdir():
-            files = list(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
+            files = programs_in(folder)
             if files and max(file.stat().st_mtime for file in files) < limit:
                 rmtree(folder, ignore_errors=True)
+
+
+def programs_in(folder: Path) -> list[Path]:
+    """Return the files of a key in order; none if the folder can't be read."""
+    try:
+        return sorted(folder.glob(f"*{SUFFIX}"))
+    except OSError:
+        return []
+
+
+def failed_by_system(compilation: Compilation) -> bool:
+    """Return True if an attempt ended with an OSError, such as that of too many open files.
+
+    Another process may succeed.
+    """
+    notes = [*compilation.capture.notes, *compilation.reasons.values()]
+    kinds = [vars(builtins).get(found[1]) for note in notes if (found := RAISED.search(note))]
+    return any(isinstance(kind, type) and issubclass(kind, OSError) for kind in kinds)
 
 
 def as_key(value: object) -> Any:

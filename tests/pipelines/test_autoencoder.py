@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from accelerate import (  # type: ignore[import-untyped,unused-ignore]
+    cpu_offload_with_hook,
+)
 from torch import Tensor, nn
 
 import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines import autoencoder
-from maskfx.pipelines.autoencoder import INPUT, AutoencoderMethod, edit_of, find_methods
+from maskfx.pipelines.autoencoder import (
+    INPUT,
+    AutoencoderCalls,
+    AutoencoderMethod,
+    edit_of,
+    find_methods,
+)
+from maskfx.pipelines.call_handler import CallPart, RecordHandler
+from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.template_library import CODED_SHARE, TemplateLibrary
 from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.templates.footprint import least_bytes
@@ -211,20 +225,102 @@ def test_a_recording_keeps_about_what_convolutions_read(method: str) -> None:
     assert 0.4 * kept < least <= kept
 
 
-def test_an_autoencoder_that_moves_between_calls_runs_dense(
+def test_an_autoencoder_that_moves_within_calls_runs_dense_in_all_of_them(
     narrow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(autoencoder, "MOVES", 0)
-    seen = kinds(monkeypatch)
     narrow(**edit())
-    assert not seen
+    held = []
+
+    def move(_pipe: Any, step: int, _time: Any, given: dict[str, Any]) -> dict[str, Any]:
+        for parameter in narrow.vae.parameters() if step == 0 else ():
+            held.append(parameter.data)
+            parameter.data = parameter.data.clone()
+        return given
+
+    seen = kinds(monkeypatch)
+    for _ in range(2):
+        narrow(**edit(1), callback_on_step_end=move)
+    assert "EditStep encode" in seen
+    assert "EditStep decode" not in seen
     assert any("moved or converted" in note for note in pipeline_state_of(narrow).notes)
+
+
+def refused(made: nn.Module, change: Any) -> list[str]:
+    """The notes of a call before which the autoencoder was changed; the handler isn't asked."""
+    compiled, notes = maskfx.compile(AutoencoderMethod(made, "decode")), Counter[str]()
+    handler = mock.Mock(codes=True)
+    calls = AutoencoderCalls({"vae.decode": compiled}, handler, notes)
+    change()
+    assert calls.code(made, "decode", {"z": torch.zeros(1, 4, 16, 16)}) is None
+    handler.code.assert_not_called()
+    assert not compiled.compilations
+    return list(notes)
+
+
+@pytest.mark.parametrize("switch", ["use_tiling", "use_slicing"])
+def test_an_autoencoder_that_computes_a_picture_in_parts_runs_dense(switch: str) -> None:
+    made = vae()
+    assert refused(made, lambda: setattr(made, switch, True)) == [
+        f"vae.decode: {switch} is on; it runs dense"
+    ]
+
+
+def test_an_autoencoder_in_half_precision_that_is_converted_runs_dense() -> None:
+    made = vae().half()
+    assert "moved or converted" in refused(made, made.float)[0]
+
+
+def test_an_offloaded_autoencoder_runs_dense() -> None:
+    made = vae()
+    [note] = refused(made, lambda: cpu_offload_with_hook(made, "cpu"))
+    assert "offloading" in note
+
+
+def test_recorded_calls_of_a_template_share_their_room() -> None:
+    """Previews that decode each step leave the memory to the steps."""
+    compiled = maskfx.compile(AutoencoderMethod(vae(), "decode"))
+    sample = torch.randn(1, 4, 16, 16, generator=noise(0))
+    each = compiled.record(sample=sample)[1].nbytes()
+    library = TemplateLibrary(Tiers(host_bytes=int(2.5 * each * CODED_SHARE)))
+
+    def recorded(name: str) -> int:
+        handler = RecordHandler(library, name)
+        parts = (
+            CallPart(CallPosition("vae.decode", 0, f"decode {i}"), compiled, {INPUT: sample})
+            for i in range(5)
+        )
+        return sum(handler.code(part) is not None for part in parts)
+
+    assert [recorded(name) for name in ("one", "other", "one")] == [2, 2, 2]
 
 
 def test_decompiling_restores_the_methods() -> None:
     pipe = PIPES[NAME].build()
     maskfx.decompile(maskfx.compile(pipe, quality=NARROW))
     assert not {"encode", "decode"} & vars(pipe.vae).keys()
+
+
+def test_a_replaced_method_stays_as_it_is() -> None:
+    pipe = PIPES[NAME].build()
+    own = pipe.vae.decode
+
+    def replaced(*given: Any, **named: Any) -> Any:
+        return own(*given, **named)
+
+    pipe.vae.decode = replaced
+    maskfx.compile(pipe)
+    assert list(pipeline_state_of(pipe).autoencoders) == ["vae.encode"]
+    assert pipe.vae.decode is replaced
+    maskfx.decompile(pipe)
+    assert pipe.vae.decode is replaced
+
+
+def test_pipelines_share_the_methods_of_one_autoencoder() -> None:
+    pipe, other = PIPES[NAME].build(), PIPES[NAME].build()
+    other.vae = pipe.vae
+    for one in (pipe, other):
+        maskfx.compile(one)
+        assert list(pipeline_state_of(one).autoencoders) == ["vae.encode", "vae.decode"]
 
 
 def test_other_arguments_run_the_autoencoder_itself() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import logging
+import os
 import subprocess
 import sys
 import textwrap
@@ -224,6 +226,34 @@ def test_a_folder_that_cant_be_written_costs_a_warning(
     with caplog.at_level(logging.WARNING):
         assert edit(mixer(), blocked)[0] == 1
     assert "can't be saved" in caplog.text
+
+
+def test_a_folder_that_cant_be_changed_is_read(tmp_path: Path) -> None:
+    edit(mixer(), tmp_path)
+    refused = mock.Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted"))
+    with mock.patch.object(os, "utime", refused):
+        assert edit(mixer(), tmp_path)[:2] == (0, 0)
+    refused.assert_called()
+
+
+def test_a_folder_that_cant_be_listed_holds_nothing(tmp_path: Path) -> None:
+    """Neither a reading start nor the removal of old keys ends a call."""
+    with mock.patch.object(Path, "glob", side_effect=PermissionError(errno.EACCES, "denied")):
+        assert edit(mixer(), tmp_path)[0] == 1
+    with mock.patch.object(Path, "iterdir", side_effect=FileNotFoundError(errno.ENOENT, "gone")):
+        assert edit(mixer(power=2.0), tmp_path)[0] == 1
+    assert len(files(tmp_path)) == 2
+
+
+def test_what_the_system_prevented_is_tried_again(tmp_path: Path) -> None:
+    lacking = OSError(errno.EMFILE, "Too many open files")
+    with mock.patch("maskfx.compiler.capture.capture.export_as_answered", side_effect=lacking):
+        denoiser = edit(mixer(), tmp_path)[2]
+    assert [one.program for one in denoiser.compilations] == [None]
+    assert not files(tmp_path)
+    captured, _, denoiser = edit(mixer(), tmp_path)
+    assert captured == 1
+    assert denoiser.programs
 
 
 class Sorted(Mixer):
