@@ -80,12 +80,13 @@ def processor() -> str:
 
 def folder() -> Path:
     """Return the folder of what is kept, if it is this user's; else a temporary one."""
-    found = kept_folder()
     try:
+        found = kept_folder()
         found.mkdir(parents=True, exist_ok=True)
         if os.access(found, os.W_OK) and found.owner() == getpass.getuser():
             return found
-    except (OSError, KeyError, NotImplementedError):  # not writable, or users have no names here
+    except (OSError, KeyError, NotImplementedError, RuntimeError):
+        # not writable, users have no names here, or none has a home
         pass
     made = tempfile.mkdtemp(prefix="maskfx-")
     atexit.register(shutil.rmtree, made, ignore_errors=True)
