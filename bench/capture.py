@@ -5,13 +5,15 @@
 Before a module is exported, it runs once, so that Python's branches on tensors are known. A light
 run (maskfx/compiler/capture/light_run.py) takes the place of a full one where Python asks nothing.
 Each time holds the export, the passes, the comparison with the module, and the recording of one
-call. The modules have random weights. Writes bench/results/capture.json.
+call: CPU seconds, because machines are shared. The modules have random weights. Writes
+bench/results/capture.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -59,6 +61,17 @@ def first_recording(module: torch.nn.Module, inputs: dict[str, Any], light: bool
         compiled.record(**inputs)
 
 
+def alternate(sides: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of each side in each round."""
+    spent: dict[str, list[float]] = {name: [] for name in sides}
+    for index in range(rounds):
+        for name in list(sides) if index % 2 else reversed(sides):
+            start = time.process_time()
+            sides[name](index)
+            spent[name].append(time.process_time() - start)
+    return spent
+
+
 def measure(module: torch.nn.Module, inputs: dict[str, Any], rounds: int) -> dict[str, Any]:
     sides: dict[str, Callable[[int], Any]] = {
         "full": lambda _: first_recording(module, inputs, light=False),
@@ -67,7 +80,7 @@ def measure(module: torch.nn.Module, inputs: dict[str, Any], rounds: int) -> dic
     }
     with torch.no_grad():
         sides["module"](0)
-        seconds = harness.alternate(sides, rounds)
+        seconds = alternate(sides, rounds)
     return {
         "seconds": {name: harness.figure(taken) for name, taken in seconds.items()},
         "times_faster": harness.ratio(seconds["full"], seconds["light"]),
