@@ -193,6 +193,8 @@ class ServeSettings(BaseModel):
 
 PREFIX = "MASKFX_"
 FILE = "MASKFX_CONFIG"  # variable with the path of the TOML file, if --config isn't given
+# variables of the operators (maskfx.ops), which are no settings of the server
+OPERATORS = ("MASKFX_KERNELS", "MASKFX_KERNEL_CACHE", "MASKFX_KERNEL_TUNING")
 MASK = "********"
 
 
@@ -264,7 +266,7 @@ def from_environment(variables: Mapping[str, str]) -> dict[str, SettingValue]:
     """Read MASKFX_* variables (e.g. MASKFX_LIMITS__BODY_BYTES); empty ones count as unset."""
     found = {}
     for name, value in sorted(variables.items()):
-        if name.startswith(PREFIX) and name != FILE and value:
+        if name.startswith(PREFIX) and name not in (FILE, *OPERATORS) and value:
             key = name.removeprefix(PREFIX).lower().replace("__", ".")
             check_known(key, f"the variable {name}")
             found[key] = SettingValue(value, name)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from maskfx import ops
 from maskfx.errors import InputError
-from maskfx.serve.config import ServeSettings, configure, known_keys, shown
+from maskfx.serve.config import (
+    OPERATORS,
+    ServeSettings,
+    configure,
+    from_environment,
+    known_keys,
+    shown,
+)
 
 
 def file_with(folder: Path, text: str) -> Path:
@@ -49,6 +58,14 @@ def test_an_empty_variable_is_not_set() -> None:
     found = configure({}, {"MASKFX_API_KEY": "", "MASKFX_MODEL": ""})
     assert found.settings.api_key is None
     assert found.origins == {}
+
+
+def test_variables_of_operators_are_no_settings() -> None:
+    named = set[str]()
+    for path in Path(ops.__file__).parent.rglob("*.py"):
+        named |= set(re.findall(r'"(MASKFX_[A-Z_]+)"', path.read_text(encoding="utf-8")))
+    assert named == set(OPERATORS)
+    assert from_environment(dict.fromkeys(named, "off")) == {}
 
 
 @pytest.mark.parametrize(
