@@ -5,18 +5,20 @@
 Of 24 stretches, 16 requests and 64 patches: the judge alone (one gather of its table), all sets of
 a step (the judge twice per request, and what follows from stretch to stretch), the same chosen
 stretch by stretch (one call of the judge for each, for all requests), and summing the changes of
-the rows between stretches while they are replaced, beside replacing them alone. CPU
-time, because machines are shared. Writes bench/results/patches-decisions.json.
+the rows between stretches while they are replaced, beside replacing them alone; both with
+the plain operators, too, instead of C. CPU time, because machines are shared. Writes bench/results/patches-decisions.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ import torch
 from bench import harness
 from bench.report import columns, milliseconds
 from bench.rolling import Side, program_of, steps_of
+from maskfx.ops.kernels.serves import SWITCH
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.cache.patch_changes import PatchChanges, boundary_taps
@@ -107,8 +110,10 @@ def replacing(width: int, rounds: int) -> dict[str, harness.Figure]:
                 if cache.changes is not None:
                     cache.changes.read()
 
-        name = "replaced, changes summed" if watched else "replaced"
-        found[f"rows of width {width} {name}"] = timed(run, rounds)
+        name = f"rows of width {width} replaced" + (", changes summed" if watched else "")
+        found[name] = timed(run, rounds)
+        with mock.patch.dict(os.environ, {SWITCH: "0"}):
+            found[f"{name}, plain operators"] = timed(run, rounds)
     return found
 
 

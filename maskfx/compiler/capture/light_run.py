@@ -44,13 +44,17 @@ class NotLight(Exception):
 
 
 class LightProducts(TorchDispatchMode):
-    """Leaves out large products with parameters, and what is computed of them."""
+    """Leaves out large products with parameters, and what is computed of them.
+
+    Counts in `convolved` the numbers that convolutions wider than one site read.
+    """
 
     def __init__(self, twin: Twin) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = set(map(storage_of, twin.module.parameters()))
         self._owned = set(map(storage_of, twin.tensors))
         self._left_out: dict[int, StorageWeakRef] = {}
+        self.convolved: int = 0
 
     def __torch_dispatch__(
         self,
@@ -60,6 +64,8 @@ class LightProducts(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in CONVOLUTIONS and max(args[1].shape[2:], default=1) > 1:
+            self.convolved += args[0].numel()
         follows = any(map(self._is_left_out, tensors_in((args, kwargs))))
         written = list(written_by(func, args, kwargs))
         if any(storage_of(value) in self._owned for value in written):
@@ -127,25 +133,6 @@ class LightProducts(TorchDispatchMode):
         return value
 
 
-class Convolved(LightProducts):
-    """Counts what convolutions wider than one site read."""
-
-    def __init__(self, twin: Twin) -> None:
-        super().__init__(twin)
-        self.elements: int = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func in CONVOLUTIONS and max(args[1].shape[2:], default=1) > 1:
-            self.elements += args[0].numel()
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def convolved_elements(module: nn.Module, inputs: Mapping[str, Any]) -> int:
     """Return how many numbers convolutions wider than one site read in a call.
 
@@ -153,13 +140,13 @@ def convolved_elements(module: nn.Module, inputs: Mapping[str, Any]) -> int:
     """
     try:
         twin = light_twin(module)
-        with torch.no_grad(), Convolved(twin) as counter:
+        with torch.no_grad(), LightProducts(twin) as light:
             twin.module(**pytree.tree_map(copy_of, dict(inputs)))
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception:  # whatever it is, a full run raises it too, or doesn't
         return 0
-    elements: int = counter.elements
+    elements: int = light.convolved
     return elements
 
 
