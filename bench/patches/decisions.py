@@ -5,8 +5,9 @@
 Of 24 stretches, 16 requests and 64 patches: the judge alone (one gather of its table), all sets of
 a step (the judge twice per request, and what follows from stretch to stretch), the same chosen
 stretch by stretch (one call of the judge for each, for all requests), and summing the changes of
-the rows between stretches while they are replaced, beside replacing them alone; both with
-the plain operators, too, instead of C. CPU time, because machines are shared. Writes bench/results/patches-decisions.json.
+the rows between stretches while they are replaced, beside replacing them alone; both with the plain
+operators, too, instead of C. CPU time, because machines are shared. Writes
+bench/results/patches-decisions.json.
 """
 
 from __future__ import annotations

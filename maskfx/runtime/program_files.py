@@ -9,12 +9,10 @@ read or written costs compilations, not calls.
 
 from __future__ import annotations
 
-import builtins
 import hashlib
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -37,7 +35,6 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".program"
 KEPT_DAYS = 30  # a key that was not used for so long is removed
-RAISED = re.compile(r"(?:^|\}: )(\w+): ")  # the class of an exception in a note of a compilation
 Verdicts = dict[str, Any]
 
 
@@ -93,7 +90,7 @@ class ProgramFiles:
         So is one without a program that the operating system's state may have prevented.
         """
         capture, program = compilation.capture, compilation.program
-        if program is None and failed_by_system(compilation):
+        if program is None and capture.interrupted:
             return
         sizes = capture.frozen, capture.single
         kind = repr((capture.in_spec, capture.leaves, capture.constants, sizes))
@@ -168,16 +165,6 @@ def programs_in(folder: Path) -> list[Path]:
         return sorted(folder.glob(f"*{SUFFIX}"))
     except OSError:
         return []
-
-
-def failed_by_system(compilation: Compilation) -> bool:
-    """Return True if an attempt ended with an OSError, such as that of too many open files.
-
-    Another process may succeed.
-    """
-    notes = [*compilation.capture.notes, *compilation.reasons.values()]
-    kinds = [vars(builtins).get(found[1]) for note in notes if (found := RAISED.search(note))]
-    return any(isinstance(kind, type) and issubclass(kind, OSError) for kind in kinds)
 
 
 def as_key(value: object) -> Any:

@@ -60,6 +60,7 @@ def capture(
     sizes = roles_.observed_sizes(leaves, values)
     notes: list[str] = []
     answers: list[bool] = []
+    interrupted = False
     listed = listed_samples(leaves)
     if listed > 1:
         notes.append(f"{listed} samples in a list: a capture is of one sample")
@@ -88,6 +89,7 @@ def capture(
             first = (str(error).strip().splitlines() or [""])[0][:200]
             kind = "symbolic" if symbolic else "fixed"
             notes.append(f"export with {kind} sizes {wanted}: {type(error).__name__}: {first}")
+            interrupted |= isinstance(error, OSError)
             log.debug("capture attempt failed", exc_info=True)
             continue
         if result.serves(module, in_spec, values, sizes):
@@ -104,6 +106,7 @@ def capture(
         features=shapes_of(values),
         notes=notes,
         single=single,
+        interrupted=interrupted,
     )
 
 

@@ -39,6 +39,8 @@ class Capture:
         decisions: the branch conditions of the denoiser's Python code, if it has any.
         notes: what was tried, and why it failed.
         single: whether the graph is for calls of one sample only.
+        interrupted: whether the operating system ended an attempt without a graph, as where too
+            many files are open; another process may succeed.
     """
 
     module: fx.GraphModule | None
@@ -55,6 +57,7 @@ class Capture:
     decisions: Decisions | None = None
     notes: list[str] = field(default_factory=list)
     single: bool = False
+    interrupted: bool = False
     verdicts: dict[tuple[Any, ...], bool] = field(default_factory=dict)
 
     def serves(
