@@ -43,13 +43,12 @@ from maskfx.pipelines.template_key import (
     bind_arguments,
     count_pictures,
     digest,
+    is_states_of_text,
     recording_arguments,
     seeded_noise,
 )
 from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
 
-# whether the pipeline accepts an empty prompt, among the answers of probes
-EMPTY_PROMPT = ("empty prompt", frozenset[str]())
 # why a run with parallel="late" may be one that waits
 WITHOUT = "steps are divided by Engine(ranks=2) or more; two neighbouring steps must be computed"
 
@@ -251,13 +250,26 @@ class PipelineCall:
 
     # Names.
 
+    @property
+    def empty_prompt(self) -> tuple[str, frozenset[str]]:
+        """Where `state.probed` says whether an empty prompt is accepted in place of the call's."""
+        given = self.arguments.items()
+        states = frozenset(name for name, value in given if is_states_of_text(name, value))
+        return "empty prompt", states
+
+    def reads_text(self) -> bool:
+        """Return True if the pipeline can have an empty prompt in place of the call's."""
+        parts = self.pipe.components.items()
+        states = self.empty_prompt[1]
+        return not states or any("tokenizer" in name and part is not None for name, part in parts)
+
     def template_key(self, own_prompt: bool = False) -> TemplateKey:
         """Return the key of this call's template, recorded with an empty prompt or with its own.
 
         It stores all steps, or those that the pipeline's default quality computes if they suffice.
         """
         state = self.state
-        own_prompt = own_prompt or not state.probed.get(EMPTY_PROMPT, True)
+        own_prompt = own_prompt or not state.probed.get(self.empty_prompt, self.reads_text())
         masked = state.accepts_mask and (
             self.arguments.get("padding_mask_crop") is not None
             or (not self.quality.any_mask and self.sends_mask())

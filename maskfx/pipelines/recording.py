@@ -11,7 +11,7 @@ import torch
 
 from maskfx.errors import AdapterError, BudgetError, EngineError, InputError
 from maskfx.ir import progress
-from maskfx.pipelines.call import EMPTY_PROMPT, PipelineCall, TemplateKey, template_name
+from maskfx.pipelines.call import PipelineCall, TemplateKey, template_name
 from maskfx.pipelines.call_handler import RecordHandler
 from maskfx.pipelines.masks import empty_mask, is_picture
 from maskfx.pipelines.outputs import as_list, images_of, set_template, single_pictures
@@ -127,22 +127,24 @@ def record_accepted(call: PipelineCall, key: TemplateKey, request: float = inf) 
     """Record a template with an empty prompt, or, if that fails, with the call's; return its key.
 
     Some pipelines accept no empty prompt. Their templates depend on the prompt, so each prompt has
-    its own.
+    its own. A pipeline without its text encoder accepts states alone, whose templates are recorded
+    with states of zeros.
     """
-    state = call.state
+    state, empty = call.state, call.empty_prompt
     try:
         record_template(call, key, request)
     except (*STOPPED, OSError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         own = call.template_key(own_prompt=True)
-        if own.name == key.name or state.probed.get(EMPTY_PROMPT, False):
+        if own.name == key.name or state.probed.get(empty, False):
             raise
         record_template(call, own, request)
-        state.probed[EMPTY_PROMPT] = False
-        state.notes[f"each prompt has a template: an empty one fails: {error!s:.100}"] += 1
+        state.probed[empty] = False
+        told = "text states are recorded as zeros" if empty[1] else "each prompt has a template"
+        state.notes[f"{told}: an empty prompt fails: {error!s:.100}"] += 1
         return own
-    state.probed.setdefault(EMPTY_PROMPT, True)
+    state.probed.setdefault(empty, True)
     return key
 
 

@@ -66,6 +66,7 @@ def serve_edit(call: PipelineCall) -> Any:
         call.state.notes["its scheduler applies the mask, in its own way, so edits run dense"] += 1
         return call.run(DenseHandler())
     masks = pixel_masks(call.mask)
+    check_picture(call)
     row = call.count_edited(len(masks))
     if call.state.records:
         began = time.perf_counter()
@@ -83,6 +84,18 @@ def serve_edit(call: PipelineCall) -> Any:
         return result
     feather = call.quality.feather
     return with_images(result, lambda images: overlay(images, original, masks, feather, row > 1))
+
+
+def check_picture(call: PipelineCall) -> None:
+    """Refuse pictures of which none is the one that the mask is of."""
+    images = call.image
+    nested = isinstance(images, (list, tuple)) and any(isinstance(v, (list, tuple)) for v in images)
+    if nested and call.accepts_image():
+        raise InputError(
+            "mask_image= with rows of pictures in image= (lists in a list): the pipeline arranges "
+            "them in one grid, and the mask's place in it isn't known; leave mask_image= out, or "
+            "pass the picture to edit alone, if the pipeline accepts it"
+        )
 
 
 def report_cost(handler: EditHandler, spent: Mapping[str, float], seconds: float) -> None:

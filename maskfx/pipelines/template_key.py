@@ -1,7 +1,7 @@
 """Template keys: what a template depends on, and the arguments of the run that records it.
 
 A recording must not depend on which request came first, so it is made by a separate run: with an
-empty prompt (and zero states or black images for similar arguments), the same noise for all
+empty prompt (and black images for similar arguments), the same noise for all
 templates and, if the pipeline itself restores the original outside the mask, nothing masked. All
 other arguments of the call are part of the key. The noise isn't derived from the name: names differ
 for ways of computing the same result, which must give the same image.
@@ -14,7 +14,7 @@ import inspect
 import json
 import pickle
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -73,14 +73,18 @@ def recording_arguments(
         arguments: Arguments of the call to record for.
         masked: Record with the call's mask, because it enters the denoiser or chooses the crop.
         usual: Default arguments of the model that differ from those of its class.
-        own_prompt: Record with the call's texts in place of empty ones.
+        own_prompt: Record with the call's texts in place of empty ones, or with states of zeros in
+            place of the call's text states.
     """
+    parameters = inspect.signature(call).parameters
     defaults = {
         name: p.default
-        for name, p in inspect.signature(call).parameters.items()
+        for name, p in parameters.items()
         if p.default is not inspect.Parameter.empty
     }
     several = has_several(arguments.get("image"))
+    if not own_prompt:
+        arguments = texts_for_states(arguments, parameters, several)
     batch = prompt_batch(arguments)
     out: dict[str, object] = {}
     for name, value in arguments.items():
@@ -107,6 +111,25 @@ def recording_arguments(
     key = {n: v for n, v in key.items() if n not in defaults or v != digest(defaults[n])}
     text = json.dumps([type_name(call), sorted(key.items())])
     return out, hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def texts_for_states(
+    arguments: Mapping[str, Any], accepted: Collection[str], several: bool
+) -> Mapping[str, Any]:
+    """Return arguments with texts in place of text states, so that both have the same template.
+
+    Unchanged where the call has no such states, or where the pipeline accepts no such text.
+    """
+    states = {name for name, value in arguments.items() if is_states_of_text(name, value)}
+    negative = {name for name in states if name.startswith("negative")}
+    parts = {"prompt": states - negative, "negative_prompt": negative}
+    texts = [name for name, found in parts.items() if found]
+    given = any(arguments.get(name) is not None for name in texts)
+    if not states or given or not {"prompt", *texts} <= set(accepted):
+        return arguments
+    kept = {name: value for name, value in arguments.items() if name not in states}
+    batch = max(len(arguments[name]) for name in states)
+    return kept | dict.fromkeys(texts, [""] * batch if several else "")
 
 
 def prompt_batch(arguments: Mapping[str, object]) -> int | None:
@@ -158,6 +181,13 @@ def is_text(value: object) -> bool:
 
 def are_states(value: object) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(one, Tensor) for one in value)
+
+
+def is_states_of_text(name: str, value: object) -> bool:
+    """Return True for a prompt's states and what belongs to them, such as attention masks."""
+    if "prompt" not in name or "image" in name:
+        return False
+    return isinstance(value, Tensor) and value.dim() > 0 or bool(value) and are_states(value)
 
 
 def empty_states(value: Tensor) -> Tensor:

@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import RePaintPipeline, RePaintScheduler
+from diffusers import (
+    AutoencoderKL,
+    RePaintPipeline,
+    RePaintScheduler,
+    VisualClozeGenerationPipeline,
+)
 from PIL import Image
 from torch import Tensor
 
@@ -22,6 +27,7 @@ from tests.factories.pipelines import (
     compiled,
     distance,
     flux2,
+    flux_spoken,
     latents,
     noise,
     picture,
@@ -31,6 +37,7 @@ from tests.factories.pipelines import (
     text_of,
     usual,
 )
+from tests.factories.zoo import FLUX, tiny
 
 
 class Bare:
@@ -162,3 +169,29 @@ def test_a_scheduler_that_applies_the_mask_decides_what_white_means() -> None:
     pipe = maskfx.compile(repaint())
     assert np.array_equal(run(pipe), run(repaint()))
     assert "its scheduler applies the mask" in maskfx.explain(pipe)
+
+
+def test_a_mask_over_a_grid_of_pictures_is_refused():
+    """Before, the mask was laid over the whole grid."""
+    pipe = maskfx.compile(visual_cloze())
+    pipe.set_progress_bar_config(disable=True)
+    grid = [[picture(1), picture(2)], [picture(3), None]]
+    given = {"image": grid, "task_prompt": "", "content_prompt": "a cat", "num_inference_steps": 2}
+    given |= {"max_sequence_length": 16, "output_type": "np"}
+    with pytest.raises(maskfx.errors.InputError, match="place in it isn't known"):
+        pipe(**given, mask_image=square())
+    found, wanted = (
+        one(**given, generator=torch.Generator().manual_seed(0)).images
+        for one in (pipe, maskfx.decompile(pipe))
+    )
+    assert np.array_equal(found, wanted)
+
+
+def visual_cloze() -> VisualClozeGenerationPipeline:
+    vae = AutoencoderKL(
+        block_out_channels=(4,), latent_channels=1, norm_num_groups=1, shift_factor=0.0
+    )
+    # patches of latents, of the pictures' latents and of masks
+    net = tiny("FluxTransformer2DModel", **FLUX | {"in_channels": 3 * 4, "out_channels": 4})
+    parts = {**flux_spoken(), "vae": vae, "transformer": net}
+    return VisualClozeGenerationPipeline(**parts, resolution=SIDE)

@@ -283,9 +283,10 @@ def test_a_recording_is_of_no_prompt():
     assert not found["prompt_embeds"].any()
     assert "generator" not in found
     offsets = {"prompt_embeds": torch.ones(1, 5, 4), "prompt_cu_seqlens": torch.tensor([0, 5])}
-    found, _ = recording_arguments(call, offsets, False)
+    found, _ = recording_arguments(call, offsets, False, own_prompt=True)
     assert found["prompt_cu_seqlens"].tolist() == [0, 5], "no batch"
-    listed, _ = recording_arguments(call, {"prompt_embeds": [torch.ones(5, 4)] * 2}, False)
+    one_each = {"prompt_embeds": [torch.ones(5, 4)] * 2}
+    listed, _ = recording_arguments(call, one_each, False, own_prompt=True)
     assert [v.shape for v in listed["prompt_embeds"]] == [(5, 4)]
     # no words either
     told, _ = recording_arguments(call, {"image_embeds": torch.ones(2, 4)}, False)
@@ -308,6 +309,25 @@ def test_a_recording_is_of_no_prompt():
     found, _ = recording_arguments(call, several, False)
     assert found["prompt"] == ["", ""]
     assert found["num_images_per_prompt"] == 2
+
+
+def test_text_states_have_the_template_of_a_text():
+    image = torch.zeros(1, 3, 4, 4)
+    states = {"image": image, "prompt_embeds": torch.ones(2, 3, 4)}
+    found, name = recording_arguments(call, states, False)
+    assert found["prompt"] == ""
+    assert "prompt_embeds" not in found
+    assert name == recording_arguments(call, {"image": image, "prompt": "a"}, False)[1]
+    negative = {**states, "negative_prompt_embeds": torch.ones(2, 3, 4)}
+    found, name = recording_arguments(call, negative, False)
+    assert (found["prompt"], found["negative_prompt"]) == ("", "")
+    of_text = {"image": image, "prompt": "a", "negative_prompt": ""}
+    assert name == recording_arguments(call, of_text, False)[1]
+    several, _ = recording_arguments(call, {**states, "image": [1, 2]}, False)
+    assert several["prompt"] == ["", ""]
+    zeros, name = recording_arguments(call, states, False, own_prompt=True)
+    assert not zeros["prompt_embeds"].any()
+    assert "prompt" not in zeros
 
 
 def test_a_recording_with_its_own_prompt_is_of_that_prompt():

@@ -36,6 +36,7 @@ from tests.factories.pipelines import (
 
 TEXT, UNET = "FluxPipeline", "StableDiffusionPipeline"
 SAID, SAID_INPAINT = "FluxPipeline-spoken", "FluxInpaintPipeline-spoken"
+UNET_SAID = "StableDiffusionInpaintPipeline-spoken"
 TWO = {"num_images_per_prompt": 2}
 
 
@@ -252,3 +253,36 @@ def test_a_recording_with_numbers_that_are_not_finite_is_not_kept():
     library = pipeline_state_of(pipe).library
     assert library.stored_templates() == []
     assert not library._placed
+
+
+@pytest.mark.parametrize("name", [UNET_SAID, SAID_INPAINT])
+def test_a_prompt_and_its_states_have_one_template(name: str, monkeypatch: pytest.MonkeyPatch):
+    pipe = anew(name)
+    negative = {"negative_prompt": ""} if name == UNET_SAID else {}
+    wanted = latents(pipe, **call_of(PIPES[name], 0, square(), **negative))
+    steps = Steps(monkeypatch)
+    assert distance(latents(pipe, **with_states(name)), wanted) < 1e-5
+    assert steps.kinds() == {"EditStep"}, "nothing is recorded again"
+
+
+def test_without_a_text_encoder_states_are_recorded_as_zeros():
+    found = []
+    for missing in (("text_encoder",), ("text_encoder", "tokenizer")):
+        pipe = anew(UNET_SAID)
+        pipe.register_modules(**dict.fromkeys(missing))
+        found.append(latents(pipe, **with_states(UNET_SAID)))
+        told = [note for note in pipe._maskfx.notes if "recorded as zeros" in note]
+        assert len(told) == (len(missing) == 1), pipe._maskfx.notes
+    assert distance(*found) < 1e-5
+
+
+def with_states(name: str) -> dict[str, Any]:
+    """A call with the states of its prompt in its place."""
+    given = call_of(PIPES[name], 0, square())
+    prompt = given.pop("prompt")
+    if name == UNET_SAID:
+        states, negative = plain(name).encode_prompt(prompt, "cpu", 1, True)
+        return given | {"prompt_embeds": states, "negative_prompt_embeds": negative}
+    length = given["max_sequence_length"]
+    states, pooled, _ = plain(name).encode_prompt(prompt, None, max_sequence_length=length)
+    return given | {"prompt_embeds": states, "pooled_prompt_embeds": pooled}
