@@ -252,7 +252,7 @@ class PipelineCall:
 
     @property
     def empty_prompt(self) -> tuple[str, frozenset[str]]:
-        """Where `state.probed` says whether an empty prompt is accepted in place of the call's."""
+        """The key of `state.probed` for whether an empty prompt is accepted instead of the call's."""
         given = self.arguments.items()
         states = frozenset(name for name, value in given if is_states_of_text(name, value))
         return "empty prompt", states
