@@ -252,7 +252,7 @@ class PipelineCall:
 
     @property
     def empty_prompt(self) -> tuple[str, frozenset[str]]:
-        """The key of `state.probed` for whether an empty prompt is accepted instead of the call's."""
+        """The key of `state.probed` for whether an empty prompt may replace the call's."""
         given = self.arguments.items()
         states = frozenset(name for name, value in given if is_states_of_text(name, value))
         return "empty prompt", states
@@ -269,7 +269,8 @@ class PipelineCall:
         It stores all steps, or those that the pipeline's default quality computes if they suffice.
         """
         state = self.state
-        own_prompt = own_prompt or not state.probed.get(self.empty_prompt, self.reads_text())
+        accepted = self.reads_text() and state.probed.get(self.empty_prompt, True)
+        own_prompt = own_prompt or not accepted
         masked = state.accepts_mask and (
             self.arguments.get("padding_mask_crop") is not None
             or (not self.quality.any_mask and self.sends_mask())

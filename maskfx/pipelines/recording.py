@@ -88,12 +88,12 @@ def ensure_template(call: PipelineCall) -> str | None:
             "by their own steps (compile with this quality to store them)"
         ] += 1
         return None
-    request = library.count_request(key.name)
-    if not library.whole(key.name) and library.refusal(key.name, request) is None:
+    request = library.attempts.count_request(key.name)
+    if not library.whole(key.name) and library.attempts.refusal(key.name, request) is None:
         if call.quality.reuse == "auto" and request == 1:
             return None
         key = try_to_record(call, key, request)
-    why = library.refusal(key.name, request)
+    why = library.attempts.refusal(key.name, request)
     if why is not None:
         call.state.notes[f"{why}; edits go by their own steps"] += 1
         return None
@@ -114,10 +114,10 @@ def try_to_record(call: PipelineCall, key: TemplateKey, request: int) -> Templat
     except Exception as error:  # the call itself will raise what is wrong, if anything
         library.refuse(key.name, f"recording fails: {type(error).__name__}: {error!s:.200}")
         return key
-    if library.refusal(key.name, request) is not None:  # another request tried meanwhile
+    if library.attempts.refusal(key.name, request) is not None:  # another request tried meanwhile
         return key
     if library.is_stored(key.name, call.state.denoisers):
-        library.refused.pop(key.name, None)
+        library.attempts.succeed(key.name)
     else:
         library.refuse(key.name, "a template is larger than the tiers that hold it")
     return key
@@ -154,9 +154,9 @@ def record_template(call: PipelineCall, key: TemplateKey, request: float = inf) 
     Each of several images gets the noise that it would get alone, if the pipeline accepts one
     generator per image.
     """
-    state = call.state
-    with state.library.recording(key.name, state.wait):
-        if state.library.whole(key.name) or state.library.refusal(key.name, request) is not None:
+    state, library = call.state, call.state.library
+    with library.recording(key.name, state.wait):
+        if library.whole(key.name) or library.attempts.refusal(key.name, request) is not None:
             return
         if "generator" not in state.parameters:
             run_recording(call, key)

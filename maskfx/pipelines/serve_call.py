@@ -151,7 +151,7 @@ def run_edit(call: PipelineCall, mask: Tensor, row: int) -> tuple[Any, EditHandl
             mismatched.add(source.name)
         else:
             if source is not None and not handler.in_full:
-                state.library.renewed.pop(source.name, None)
+                state.library.attempts.renewed.pop(source.name, None)
             return result, handler
 
 

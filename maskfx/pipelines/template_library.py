@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from maskfx.errors import InputError, MissingRequest
 from maskfx.pipelines.budget_shares import BudgetShares, RecordedPart, check_branches
 from maskfx.pipelines.call_policy import CallPosition
+from maskfx.pipelines.recording_attempts import RecordingAttempts, trim
 from maskfx.pipelines.schedule import Schedule
 from maskfx.pipelines.waiting import Wait, wait_for_lock, wait_uninterrupted
 from maskfx.runtime.cache.serialize import SCHEMA
@@ -32,9 +33,7 @@ START = "begin"  # the outputs of the pipeline's `prepare_latents`
 AFTER = "after"  # latents after each step
 LATENTS = "latents"  # used in place of a denoiser's name
 
-KNOWN = 4096  # entries of each in-memory table of templates; the oldest are evicted
 CODED_SHARE = 4  # a template's recorded calls of autoencoders take this part of the memory at most
-SELDOM = 64  # maximum number of requests between two attempts at a template that failed
 
 
 class TemplateIncomplete(Exception):
@@ -56,15 +55,6 @@ class TemplateSource:
     def elements(self, batch: int) -> range:
         """Return this image's elements of a recorded batch; guidance branches lie in order."""
         return range(self.index, batch, self.count) if batch % self.count == 0 else range(batch)
-
-
-@dataclass(frozen=True)
-class RecordingFailure:
-    """Why a template couldn't be recorded, the number of tries, and which request tries again."""
-
-    why: str
-    tries: int
-    again: int
 
 
 @dataclass(frozen=True)
@@ -92,9 +82,7 @@ class TemplateLibrary:
     shares: BudgetShares = field(default_factory=BudgetShares)
     templates: dict[str, Templates] = field(default_factory=dict)
     pictures: dict[str, TemplateSource] = field(default_factory=dict)  # by digest of their content
-    asked: Counter[str] = field(default_factory=Counter)
-    refused: dict[str, RecordingFailure] = field(default_factory=dict)
-    renewed: dict[str, str] = field(default_factory=dict)  # templates recorded again, and why
+    attempts: RecordingAttempts = field(default_factory=RecordingAttempts)
     _pinned: dict[str, list[EntryKey]] = field(default_factory=dict)
     _placed: defaultdict[str, list[CallPosition]] = field(default_factory=lambda: defaultdict(list))
     _recorded: dict[str, frozenset[CallPosition]] = field(default_factory=dict)
@@ -170,26 +158,10 @@ class TemplateLibrary:
             self._coded.pop(template, None)
             lock.release()
 
-    def count_request(self, template: str) -> int:
-        """Count a request for a template; return the number of its requests, this one included."""
-        self.asked[template] = asked = self.asked[template] + 1
-        trim(self.asked)
-        trim(self.refused)
-        trim(self.renewed)
-        return asked
-
     def refuse(self, template: str, why: str) -> None:
-        """Note that recording failed; later requests retry at doubling intervals up to SELDOM."""
-        known = self.refused.get(template)
-        tries = 1 if known is None else known.tries + 1
-        again = self.asked[template] + min(2 ** (tries - 1), SELDOM)
-        self.refused[template] = RecordingFailure(why, tries, again)
+        """Note that recording failed; some of the next requests run without the template."""
+        self.attempts.fail(template, why)
         self.lose(template)
-
-    def refusal(self, template: str, asked: float) -> str | None:
-        """Return why the request of this number runs without the template; None if it needn't."""
-        known = self.refused.get(template)
-        return known.why if known is not None and asked < known.again else None
 
     # One template.
 
@@ -357,9 +329,7 @@ class TemplateLibrary:
         for key in keys:
             self.tiers.drop(key)
         self._recorded.pop(template, None)
-        self.asked.pop(template, None)
-        self.refused.clear()  # other templates may fit now
-        self.renewed.pop(template, None)
+        self.attempts.forget(template)
         for content, source in list(self.pictures.items()):
             if source.name == template:
                 self.pictures.pop(content, None)
@@ -396,16 +366,6 @@ class TemplateLibrary:
     def _latents(self, template: str, kind: str, step: int) -> list[Tensor]:
         found = self.tiers.get(latents_key(template, kind, step))
         return found.cache.output if found is not None else []
-
-
-def trim(known: dict[str, Any], may_go: Callable[[Any], bool] = lambda _: True) -> None:
-    """Evict the oldest entries beyond KNOWN, and an eighth of KNOWN more."""
-    if len(known) <= KNOWN:
-        return
-    for name in list(known)[: len(known) - KNOWN + KNOWN // 8]:
-        value = known.get(name)
-        if value is not None and may_go(value):
-            known.pop(name, None)
 
 
 def latents_key(template: str, kind: str, step: int) -> EntryKey:

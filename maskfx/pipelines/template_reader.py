@@ -107,9 +107,9 @@ class TemplateReader:
 
     def unfit(self, position: CallPosition, why: CacheError) -> TemplateIncomplete | None:
         """Have the template recorded again, once: a second mismatch is no accident."""
-        if not self.renewable or self.name in self.library.renewed:
+        if not self.renewable or self.name in self.library.attempts.renewed:
             return None
-        self.library.renewed[self.name] = str(why)
+        self.library.attempts.renewed[self.name] = str(why)
         return TemplateIncomplete(f"{position.name}: a recorded step doesn't fit: {why}")
 
     def _edit(self, part: CallPart, mask: Tensor) -> EditStep | None:

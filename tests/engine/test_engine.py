@@ -260,7 +260,7 @@ def test_cancelling_a_recording_says_nothing_against_the_template(
     with pytest.raises(Cancelled):
         first.result(60)
     assert not tickets, "the template was there, so nothing was recorded"
-    assert not shared.library.refused
+    assert not shared.library.attempts.failed
     found = engine.submit(pipeline(), **call(25)).result(60).images
     assert (found - pipeline()(**call(25)).images).abs().max() < 1e-4
 

@@ -183,7 +183,7 @@ def test_a_recording_that_does_not_fit_once(name: str, seed: int, monkeypatch: A
     at_edit(monkeypatch, step, fail)
     assert distance(edit(pipe, name, seed), right) < CLOSE
     assert "doesn't fit: forced; recorded again" in maskfx.explain(pipe)
-    assert not pipe._maskfx.library.renewed
+    assert not pipe._maskfx.library.attempts.renewed
 
 
 def test_a_recording_that_never_fits_is_made_again_once(monkeypatch: pytest.MonkeyPatch):

@@ -29,6 +29,7 @@ from maskfx.pipelines.masks import (
     pixel_masks,
 )
 from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.recording_attempts import KNOWN
 from maskfx.pipelines.run import PipelineRun
 from maskfx.pipelines.stand_in import find_denoisers, install, installed, is_hooked, remove, running
 from maskfx.pipelines.state import PipelineState
@@ -38,7 +39,7 @@ from maskfx.pipelines.template_key import (
     recording_arguments,
     usual_guidance,
 )
-from maskfx.pipelines.template_library import KNOWN, TemplateLibrary, TemplateSource
+from maskfx.pipelines.template_library import TemplateLibrary, TemplateSource
 from maskfx.pipelines.template_reader import TemplateReader
 from maskfx.pipelines.waiting import Waiting, wait_uninterrupted
 from maskfx.runtime.cache.tiers import Tiers
@@ -522,16 +523,21 @@ def test_a_copied_scheduler_makes_its_own_steps():
 def test_of_templates_without_number_little_is_remembered():
     library = TemplateLibrary(Tiers(host_bytes=1 << 10))
     for k in range(2 * KNOWN):
-        assert library.count_request(str(k)) == 1
+        assert library.attempts.count_request(str(k)) == 1
         library.refuse(str(k), "it is too large")
         library._recorded[str(k)] = frozenset()
         with library.recording(str(k)):
             library.begin(str(k))
     library.finish("x", [])
-    for known in (library.asked, library.refused, library._recorded, library._locks):
+    for known in (
+        library.attempts.asked,
+        library.attempts.failed,
+        library._recorded,
+        library._locks,
+    ):
         assert len(known) <= KNOWN + 1
     assert not library._placed
-    assert library.count_request(str(2 * KNOWN - 1)) == 2
+    assert library.attempts.count_request(str(2 * KNOWN - 1)) == 2
 
 
 def test_a_second_recording_waits_once_for_the_first():

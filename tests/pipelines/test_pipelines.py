@@ -459,7 +459,7 @@ def test_a_recording_that_failed_is_tried_again_ever_more_seldom(monkeypatch: py
     finish, broken = TemplateLibrary.finish, True
 
     def finishing(library: TemplateLibrary, template: str, *kept: Any) -> None:
-        tried.append(library.asked[template])
+        tried.append(library.attempts.asked[template])
         if broken:
             raise torch.OutOfMemoryError("no room just now")
         finish(library, template, *kept)

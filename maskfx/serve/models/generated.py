@@ -14,8 +14,8 @@ from PIL import Image
 
 from maskfx.ir.lru import LruCache
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.recording_attempts import KNOWN
 from maskfx.pipelines.template_key import digest, recording_arguments
-from maskfx.pipelines.template_library import KNOWN
 from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet
 
 FULL = 0.999  # strength from which an edit starts from noise alone
