@@ -1,8 +1,8 @@
 """Adapters of the shipped UNet: two LoRAs of a style, and a ControlNet that follows edges.
 
 The UNet, its text encoder and autoencoder are those of the package and stay as they are. Examples
-are crops around a thing of a drawn scene: a quarter of the picture, encoded once and kept. The
-ControlNet, which has ten times the weights of a LoRA, sees new ones with each step.
+are crops around a thing of a drawn scene: a quarter of the picture. Each step sees some new ones:
+of the same 768 crops, a LoRA overfits after 4,000 steps and a ControlNet before 6,000.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from training.text import tokens_of
 from training.unet import FLOOR, make_scheduler, velocity_loss
 
 Pixels = NDArray[np.uint8]
-CROPS, HELD_OUT = 768, 32  # held-out crops come after the others
-POOL, NEW = 1024, 4  # crops that a ControlNet's step draws from; so many are new with each step
-FRESH = 10_000  # the first seed of these
+HELD_OUT = range(768, 800)  # seeds of crops that no training sees
+POOL, NEW = 1024, 4  # crops that a step draws from; so many are new with each step
+FRESH = 10_000  # the first seed of others
 BATCH = 12
 RANK = 8
 PAPER = {"ground": (24, 56, 136), "lines": (240, 244, 255)}  # of blueprints
@@ -84,17 +84,17 @@ def edges_of(pixels: Pixels) -> Pixels:
 
 
 @dataclass(frozen=True)
-class Crops:
-    """Crops around a thing: latents, those of each style, masks, what a mask leaves, edges."""
+class HeldOut:
+    """Held-out crops: latents, those of each style, masks, what a mask leaves, edges."""
 
     rows: dict[str, Tensor]
     texts: list[str]
 
     @classmethod
-    def made(cls, vae: AutoencoderKL, scale: float, path: Path) -> Crops:
+    def made(cls, vae: AutoencoderKL, scale: float, path: Path) -> HeldOut:
         """Read the crops from a file, or make them and write it."""
         if not path.exists():
-            found = [crop_of(seed) for seed in range(CROPS + HELD_OUT)]
+            found = [crop_of(seed) for seed in HELD_OUT]
             path.parent.mkdir(parents=True, exist_ok=True)
             rows: dict[str, Tensor] = {}
             for key in ("plain", "kept", *STYLES):
@@ -107,10 +107,10 @@ class Crops:
             texts = json.loads(file.metadata()["texts"])
         return cls(load_file(path), texts)
 
-    def draw(self, rng: np.random.Generator, count: int, held_out: bool) -> tuple[list[int], Rows]:
-        low, high = (CROPS, CROPS + HELD_OUT) if held_out else (0, CROPS)
-        chosen = rng.integers(low, high, size=count).tolist()
-        return chosen, {key: value[chosen].float() for key, value in self.rows.items()}
+    def draw(self, rng: np.random.Generator, count: int) -> tuple[list[str], Rows]:
+        chosen = rng.integers(len(self.texts), size=count).tolist()
+        rows = {key: value[chosen].float() for key, value in self.rows.items()}
+        return [self.texts[i] for i in chosen], rows
 
 
 Rows = dict[str, Tensor]
@@ -166,6 +166,7 @@ class AdapterTask(Task):
     average = 0.99
     kind = "style"
     floor = FLOOR
+    styles: tuple[str, ...] = ()  # in which crops are read too
 
     def __init__(self, runs: Path, device: torch.device) -> None:
         self.device = device
@@ -176,11 +177,14 @@ class AdapterTask(Task):
         for part in (pipe.unet, pipe.vae, pipe.text_encoder):
             part.requires_grad_(False).to(device)
         self.vae, self.scale = pipe.vae, float(pipe.vae.config.scaling_factor)
-        self.crops = Crops.made(self.vae, self.scale, runs / "adapters" / "crops.safetensors")
+        kept = runs / "adapters" / "held_out.safetensors"
+        self.held_out = HeldOut.made(self.vae, self.scale, kept)
         quicken_text(self.text)
         quicken_norms(self.unet)
         quicken_residuals(self.unet)
         self.unet.set_attn_processor(AttnProcessor())
+        self.first = FRESH
+        self.crop = lru_cache(maxsize=2 * POOL)(self._encoded)
 
     @abstractmethod
     def guess(self, channels: Tensor, times: Tensor, words: Tensor, rows: Rows) -> Tensor:
@@ -191,6 +195,7 @@ class AdapterTask(Task):
         """Return the latents of what is to be painted."""
 
     def loss(self, step: int) -> tuple[Tensor, Numbers]:
+        self.first = FRESH + NEW * step
         return self.loss_on(np.random.default_rng((22, step)), held_out=False), {}
 
     def loss_on(self, rng: np.random.Generator, held_out: bool) -> Tensor:
@@ -217,8 +222,21 @@ class AdapterTask(Task):
 
     def draw(self, rng: np.random.Generator, held_out: bool) -> tuple[list[str], Rows]:
         """Return the captions and the rows of a step's crops."""
-        chosen, rows = self.crops.draw(rng, BATCH, held_out)
-        return [self.crops.texts[i] for i in chosen], rows
+        if held_out:
+            return self.held_out.draw(rng, BATCH)
+        seeds = rng.integers(self.first, self.first + POOL, size=BATCH).tolist()
+        found = [self.crop(seed) for seed in seeds]
+        rows = {key: torch.stack([parts[key] for parts, _ in found]).float() for key in found[0][0]}
+        return [text for _, text in found], rows
+
+    @torch.no_grad()
+    def _encoded(self, seed: int) -> tuple[Rows, str]:
+        """Return one crop, its pictures as latents, and what its thing is called."""
+        parts, text = crop_of(seed)
+        names = ("plain", "kept", *self.styles)
+        latents = (encode(self.vae, np.stack([parts[name] for name in names])) * self.scale).half()
+        rows = {key: torch.from_numpy(parts[key]) for key in ("mask", "edges")}
+        return {**rows, **dict(zip(names, latents, strict=True))}, text
 
     def judge(self, averaged: nn.Module) -> Numbers:
         """The loss on the same draws of held-out crops."""
@@ -236,7 +254,7 @@ class StyleTask(AdapterTask):
 
     def __init__(self, name: str, runs: Path, device: torch.device) -> None:
         super().__init__(runs, device)
-        self.name = name
+        self.name, self.styles = name, (name,)
         terms = {}
         for path, layer in self.unet.named_modules():
             if path.endswith(ADAPTED) and isinstance(layer, (nn.Linear, nn.Conv2d)):
@@ -269,35 +287,16 @@ class EdgesTask(AdapterTask):
         quicken_norms(self.module)
         quicken_residuals(self.module)
         self.module.to(memory_format=torch.channels_last)
-        self.first = FRESH
-        self.crop = lru_cache(maxsize=2 * POOL)(self._encoded)
-
-    def loss(self, step: int) -> tuple[Tensor, Numbers]:
-        self.first = FRESH + NEW * step
-        return super().loss(step)
 
     def draw(self, rng: np.random.Generator, held_out: bool) -> tuple[list[str], Rows]:
-        if held_out:
-            return super().draw(rng, held_out)
-        seeds = rng.integers(self.first, self.first + POOL, size=BATCH).tolist()
-        found = [self.crop(seed) for seed in seeds]
-        keys = ("plain", "kept", "mask", "edges")
-        rows = {key: torch.stack([parts[key] for parts, _ in found]).float() for key in keys}
-        told = rng.random(BATCH) < COLOUR_ALONE
-        texts = [colour_in(text) if t else text for t, (_, text) in zip(told, found, strict=True)]
+        texts, rows = super().draw(rng, held_out)
+        if not held_out:
+            told = rng.random(len(texts)) < COLOUR_ALONE
+            texts = [colour_in(text) if t else text for t, text in zip(told, texts, strict=True)]
         return texts, rows
 
     def times(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
         return (1000 * rng.random(count) ** 0.5).astype(np.int64)
-
-    @torch.no_grad()
-    def _encoded(self, seed: int) -> tuple[Rows, str]:
-        """Return one crop, its pictures as latents, and what its thing is called."""
-        parts, text = crop_of(seed)
-        pictures = np.stack([parts["plain"], parts["kept"]])
-        plain, kept = (encode(self.vae, pictures) * self.scale).half()
-        rows = {key: torch.from_numpy(parts[key]) for key in ("mask", "edges")}
-        return {**rows, "plain": plain, "kept": kept}, text
 
     def target(self, rows: Rows) -> Tensor:
         return rows["plain"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from maskfx.shipped import CONTROLNETS, lora, trained_for
 from maskfx.shipped import FOLDER as SHIPPED
 from training.adapters import STYLES
-from training.build_adapters import BASE, LOGS, NETS, term_weights
+from training.build_adapters import BASE, LOGS, NETS, STRENGTH, term_weights, with_results
 from training.train import RUNS
 
 # which parts of a pipeline a training trains
@@ -72,7 +72,8 @@ def resume_adapter(name: str, shipped: Path, runs: Path) -> Path:
     if name in NETS:
         net = trained_for(BASE, CONTROLNETS, name, shipped)
         state = load_file(net / "diffusion_pytorch_model.safetensors")
-        weights = {key: value.float() for key, value in state.items()}
+        kept = {key: value.float() for key, value in state.items()}
+        weights = with_results(kept, 1 / STRENGTH)
     else:
         weights = term_weights(load_file(lora(name, BASE, shipped)))
     (runs / name).mkdir(parents=True, exist_ok=True)

@@ -2,10 +2,10 @@
 
     python -m bench.simulate.serving_costs
 
-Writes bench/costs/sd15-half-cpu.json, fitted to the times in bench/results/denoisers-a.json (and
-encoders and disk from what other results or nobody measured: said in `origin`), and
-bench/costs/sdxl-h800-assumed.json, which is no measurement of ours: two figures that a paper
-reports, and assumptions.
+Writes bench/costs/sd15-half-cpu.json, fitted to the times in
+bench/results/denoisers-a-two-cores.json (and encoders and disk from what other results or nobody
+measured: said in `origin`), and bench/costs/sdxl-h800-assumed.json, which is no measurement of
+ours: two figures that a paper reports, and assumptions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from maskfx.serve.scheduling.regression import ObservationWindow
 
 BENCH = Path(__file__).resolve().parents[1]
 COSTS = BENCH / "costs"
-MEASURED = BENCH / "results" / "denoisers-a.json"
+MEASURED = BENCH / "results" / "denoisers-a-two-cores.json"
 SIDE = "ours-prepack"
 
 

@@ -138,7 +138,7 @@ def test_costs_that_ship_say_where_they_are_from() -> None:
 
 
 def test_costs_are_fitted_to_the_result_that_they_name() -> None:
-    path = Path(__file__).parents[2] / "bench" / "results" / "denoisers-a.json"
+    path = Path(__file__).parents[2] / "bench" / "results" / "denoisers-a-two-cores.json"
     found = fitted_steps(json.loads(path.read_text()))
     assert found["per_site"] == pytest.approx(load(CPU).per_site)
 

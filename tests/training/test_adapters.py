@@ -25,7 +25,7 @@ from training.adapters import (
     make_control,
     sepia,
 )
-from training.build_adapters import lora_state, term_weights
+from training.build_adapters import STRENGTH, lora_state, term_weights
 from training.resume import resume_adapter
 from training.style_probe import load_style_probe, style_of, styled
 from training.train import RUNS
@@ -126,6 +126,9 @@ def test_a_training_goes_on_from_what_ships(name: str, tmp_path: Path) -> None:
     if name == "edges":
         control: Any = make_control(reference("unet").unet)
         assert set(state["average"]) == {key for key, _ in control.named_parameters()}
+        shipped = reference("unet", controlnet="edges").controlnet.controlnet_mid_block.weight
+        trained = state["average"]["controlnet_mid_block.weight"]
+        assert torch.allclose(trained * STRENGTH, shipped.float())
     with pytest.raises(FileExistsError, match="move it away first"):
         resume_adapter(name, FOLDER, tmp_path)
 
