@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.quality.edits import fitting_scene
 from maskfx.shipped import CONTROLNETS, LORAS, reference
 from maskfx.shipped import FOLDER as SHIPPED
-from training.adapters import STYLES, edges_of, make_control
+from training.adapters import STRENGTH, STYLES, edges_of, make_control
 from training.build import EXAMPLE, EXAMPLE_RATIO
 from training.cards import adapter_card, last
 from training.loop import averaged_weights, put_weights
@@ -30,9 +30,6 @@ from training.train import RUNS
 ROOT = Path(__file__).resolve().parents[1]
 BASE = "unet"  # the pipeline that they are trained for
 NETS = ("edges",)
-# what a ControlNet's results are multiplied with: a choice among 1 to 3 on 48 edits that aren't
-# judged, where the shape of the edges was seen in 85, 90, 94, 98 and 98 %, its colour less from 2.5
-STRENGTH = 2.0
 RESULTS = ("controlnet_down_blocks.", "controlnet_mid_block.")  # the layers that return them
 LOGS = "adapters.json"  # the last figures of each training
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from maskfx.shipped import CONTROLNETS, lora, trained_for
 from maskfx.shipped import FOLDER as SHIPPED
-from training.adapters import STYLES
-from training.build_adapters import BASE, LOGS, NETS, STRENGTH, term_weights, with_results
+from training.adapters import STRENGTH, STYLES
+from training.build_adapters import BASE, LOGS, NETS, term_weights, with_results
 from training.train import RUNS
 
 # which parts of a pipeline a training trains

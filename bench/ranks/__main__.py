@@ -2,12 +2,13 @@
 
     python -m bench.ranks
 
-A diffusion transformer (SD3's class, 4 blocks of width 512) with 1,024 image tokens. Batches: one
-dense member; an edit of 11 % of the sites; two such edits, as the branches of guidance are, which
-need no exchange. Per batch and number of ranks: seconds of a step, with the messages to the ranks;
-seconds that the ranks computed; bytes that each sent to others, and of cached rows that each read.
-Edits also run with keys and values gathered, and with each rank's share of the cached keys. Writes
-ranks.json to bench/results. With fewer idle cores than ranks, the ratios mean nothing.
+A diffusion transformer (SD3's class, 4 blocks of width 512) with 1,024 image tokens, or those of
+another latent (`--side`). Batches: one dense member; an edit of 11 % of the sites (`--share`); two
+such edits, as the branches of guidance are, which need no exchange. Per batch and number of ranks:
+seconds of a step, with the messages to the ranks; seconds that the ranks computed; bytes that each
+sent to others, and of cached rows that each read. Edits also run with keys and values gathered, and
+with each rank's share of the cached keys. Writes ranks.json to bench/results (ranks-SIDE.json for
+another latent). With fewer idle cores than ranks, the ratios mean nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from maskfx.distributed.links import LinkCosts
 from maskfx.distributed.rank_group import RankGroup
 
 SIDE, TEXT, SHARE = 64, 77, 0.11
+GREATEST = 192  # side of a latent
 GATHERED, BY_RANK = LinkCosts(load=0.0), LinkCosts(exchange=0.0)
 
 
 def model(blocks: int) -> SD3Transformer2DModel:
     torch.manual_seed(0)
     made: SD3Transformer2DModel = SD3Transformer2DModel(
-        sample_size=SIDE,
+        sample_size=GREATEST,
         patch_size=2,
         in_channels=16,
         num_layers=blocks,
@@ -45,15 +47,15 @@ def model(blocks: int) -> SD3Transformer2DModel:
         caption_projection_dim=512,
         pooled_projection_dim=128,
         out_channels=16,
-        pos_embed_max_size=96,
+        pos_embed_max_size=GREATEST // 2,
     )
     return made.eval().requires_grad_(False)
 
 
-def inputs(seed: int) -> dict[str, Any]:
+def inputs(seed: int, side: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        "hidden_states": torch.randn(1, 16, SIDE, SIDE, generator=generator),
+        "hidden_states": torch.randn(1, 16, side, side, generator=generator),
         "encoder_hidden_states": torch.randn(1, TEXT, 256, generator=generator),
         "pooled_projections": torch.randn(1, 128, generator=generator),
         "timestep": torch.tensor([500]),
@@ -61,22 +63,23 @@ def inputs(seed: int) -> dict[str, Any]:
     }
 
 
-def centre() -> torch.Tensor:
+def centre(side: int, share: float) -> torch.Tensor:
     """A square of the share of all sites, in the middle."""
-    side = 2 * round(SIDE * SHARE**0.5 / 2)
-    mask = torch.zeros(SIDE, SIDE, dtype=torch.bool)
-    start = (SIDE - side) // 2
-    mask[start : start + side, start : start + side] = True
+    inner = 2 * round(side * share**0.5 / 2)
+    mask = torch.zeros(side, side, dtype=torch.bool)
+    start = (side - inner) // 2
+    mask[start : start + inner, start : start + inner] = True
     return mask
 
 
-def measure(rounds: int, blocks: int) -> list[dict[str, Any]]:
+def measure(rounds: int, blocks: int, side: int, share: float) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     denoiser = maskfx.compile(model(blocks))
-    cache = denoiser.record(**inputs(0))[1]
-    edits = [EditStep(inputs(seed), centre(), cache) for seed in (1, 2)]
+    cache = denoiser.record(**inputs(0, side))[1]
+    mask = centre(side, share)
+    edits = [EditStep(inputs(seed, side), mask, cache) for seed in (1, 2)]
     batches: dict[str, tuple[list[Any], LinkCosts]] = {
-        "dense": ([DenseStep(inputs(1))], GATHERED),
+        "dense": ([DenseStep(inputs(1, side))], GATHERED),
         "edit, gathered": (edits[:1], GATHERED),
         "edit, keys by rank": (edits[:1], BY_RANK),
         "two edits": (edits, GATHERED),
@@ -128,12 +131,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.ranks", description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--side", type=int, default=SIDE, help="of the latent, 192 at most")
+    parser.add_argument("--share", type=float, default=SHARE, help="of sites that are masked")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     options = parser.parse_args(given)
     result = header("bench.ranks", given)
-    result["rows"] = measure(options.rounds, options.blocks)
+    result["rows"] = measure(options.rounds, options.blocks, options.side, options.share)
     print(table(result["rows"]))
-    write_json(options.out / "ranks.json", result)
+    name = "ranks" if options.side == SIDE else f"ranks-{options.side}"
+    write_json(options.out / f"{name}.json", result)
     return 0
 
 

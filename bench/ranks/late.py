@@ -67,8 +67,11 @@ class Bed:
         """Return the latents of one run, and the seconds of its steps."""
         edit, engine = draw_edit(index), self.engines[side]
         mask = edit.mask if run == "edit" else np.ones_like(edit.mask)
+        height, width = edit.mask.shape
         given = {
             **self.told,
+            "height": height,
+            "width": width,
             "image": Image.fromarray(edit.pixels),
             "mask_image": Image.fromarray(mask),
             "generator": torch.Generator().manual_seed(index),

@@ -17,6 +17,7 @@ from maskfx.shipped import FOLDER, lora, loras, reference
 from training.adapter_edits import judge_edges, judge_styles
 from training.adapters import (
     PAPER,
+    STRENGTH,
     STYLES,
     LowRank,
     blueprint,
@@ -25,7 +26,7 @@ from training.adapters import (
     make_control,
     sepia,
 )
-from training.build_adapters import STRENGTH, lora_state, term_weights
+from training.build_adapters import lora_state, term_weights
 from training.resume import resume_adapter
 from training.style_probe import load_style_probe, style_of, styled
 from training.train import RUNS
