@@ -92,6 +92,7 @@ class Bed:
             for kind in (StepKind.RECORD, StepKind.EDIT, StepKind.DENSE, StepKind.REUSE):
                 self._submit(Asked(kind, pixels, 0.1), number=0).result()
         self.seen.clear()
+        self._kept = {stored.name for stored in self.pipe.templates()}
 
     def run(self, number: int, composition: Sequence[Asked]) -> None:
         """Make the requests of a composition together."""
@@ -99,6 +100,9 @@ class Bed:
         tickets = [self._submit(asked, i) for i, asked in enumerate(composition)]
         for ticket in tickets:
             ticket.result()
+        for stored in self.pipe.templates():  # those of recordings are pinned
+            if stored.pinned and stored.name not in self._kept:
+                self.pipe.forget(stored.name)
 
     def close(self) -> None:
         self.engine.close()
