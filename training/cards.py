@@ -207,10 +207,10 @@ Hours are those of one thread of a busy CPU. The run of `edges` was changed on i
 Up to step 6,018 all crops were of the same 768, which it overfitted; so were those of `sepia` up \
 to step 1,830 and those of `blueprint`. From nothing they would see new crops all the time.
 
-The results of `edges` are those of the training times {STRENGTH:g}, so that \
-`controlnet_conditioning_scale=1` follows edges as {STRENGTH:g} did. On 48 edits that aren't among \
-those below the shape was seen in 85, 90, 94, 98 and 98 % at 1, 1.5, 2, 2.5 and 3 times the \
-trained results, the colour in 100 % up to 2, then in 96 and 90 %.
+The results of `edges` are those of the training times {STRENGTH:g}: the pipeline takes half of \
+them by default (`controlnet_conditioning_scale=0.5`). A scale of 1 follows edges more. In 48 \
+edits that aren't among those below the shape was seen in 85, 90, 94, 98 and 98 % at 0.5, 0.75, 1, \
+1.25 and 1.5, the colour in 100 % up to 1, then in 96 and 90 %.
 
 {adapter_quality(results)}"""
 
@@ -235,5 +235,15 @@ In {found["edits_with_edges"]} edits with `edges` and a prompt that names the co
 thing has the shape of the edges in {edges["edges_and_colour"]["shape"]:.1%} (without them \
 {edges["colour"]["shape"]:.1%}) and the colour in {edges["edges_and_colour"]["colour"]:.1%}; with \
 a prompt that names the shape too, {edges["edges_and_prompt"]["shape"]:.1%} and \
-{edges["edges_and_prompt"]["colour"]:.1%} (`python -m training.adapter_edits`).
+{edges["edges_and_prompt"]["colour"]:.1%} (`python -m training.adapter_edits`).{at_one(edges)}
 """
+
+
+def at_one(edges: dict[str, dict[str, float]]) -> str:
+    found = edges.get("edges_and_colour_at_scale_1")
+    if found is None:
+        return ""
+    return (
+        f" With `controlnet_conditioning_scale=1` and the colour alone, {found['shape']:.1%} and "
+        f"{found['colour']:.1%}."
+    )
