@@ -61,17 +61,6 @@ def first_recording(module: torch.nn.Module, inputs: dict[str, Any], light: bool
         compiled.record(**inputs)
 
 
-def alternate(sides: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each side in each round."""
-    spent: dict[str, list[float]] = {name: [] for name in sides}
-    for index in range(rounds):
-        for name in list(sides) if index % 2 else reversed(sides):
-            start = time.process_time()
-            sides[name](index)
-            spent[name].append(time.process_time() - start)
-    return spent
-
-
 def measure(module: torch.nn.Module, inputs: dict[str, Any], rounds: int) -> dict[str, Any]:
     sides: dict[str, Callable[[int], Any]] = {
         "full": lambda _: first_recording(module, inputs, light=False),
@@ -80,7 +69,7 @@ def measure(module: torch.nn.Module, inputs: dict[str, Any], rounds: int) -> dic
     }
     with torch.no_grad():
         sides["module"](0)
-        seconds = alternate(sides, rounds)
+        seconds = harness.alternate(sides, rounds, time.process_time)
     return {
         "seconds": {name: harness.figure(taken) for name, taken in seconds.items()},
         "times_faster": harness.ratio(seconds["full"], seconds["light"]),

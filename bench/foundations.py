@@ -148,10 +148,10 @@ def pieces(shape: Shape, rounds: int) -> dict[str, Any]:
     program, frame, members = batch
     names = list(program.interface.inputs)
     nbytes = sum(job.nbytes for job in frame.jobs(members, names))
-    alone: list[float] = []  # seconds that the loads of a round take by themselves
+    alone: list[float] = []  # seconds that loads take by themselves
 
     def resident(_: int) -> None:
-        """Rows at hand; the link of the round's other sides is as slow as this."""
+        """Rows at hand; until the next one, the link is as slow as this."""
         start = time.perf_counter()
         at_hand(sides["whole"], steps["whole"])
         alone.append(time.perf_counter() - start)
