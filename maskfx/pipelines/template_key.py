@@ -3,8 +3,9 @@
 A recording must not depend on which request came first, so it is made by a separate run: with an
 empty prompt (states of zeros where the pipeline can't read text, and black images for similar
 arguments), the same noise for all templates and, if the pipeline itself restores the original
-outside the mask, nothing masked. All other arguments of the call are part of the key. The noise isn't derived from the name: names differ
-for ways of computing the same result, which must give the same image.
+outside the mask, nothing masked. All other arguments of the call are part of the key. The noise
+isn't derived from the name: names differ for ways of computing the same result, which must give the
+same image.
 """
 
 from __future__ import annotations
