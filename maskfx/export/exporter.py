@@ -264,6 +264,8 @@ def export_denoiser(
     check_exportable(original, options.part)
     chosen = original if options.operators else lowered(original)
     graphs = graphs_of(chosen, options.part)
+    if options.in_onnx:  # one layout, so that one copy of a weight serves all graphs
+        graphs = {each: graph.in_module_layout() for each, graph in graphs.items()}
     check_room(denoiser.module, graphs, folder, options)
     ending = ENDINGS[options.written]
     files = {each: f"{each}{ending}" for each in graphs}

@@ -6,6 +6,7 @@ of the picture.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,7 @@ from maskfx.compiler.rows_export import blank_inputs, export_rows
 from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts, compiled_graphs
 from maskfx.ir.lanes import module_path, shape_hint
+from maskfx.ir.program import Program
 from maskfx.ir.sources import Lines
 
 PARTS = {
@@ -61,6 +63,10 @@ class Graph:
                 dynamic_shapes=shapes,
                 strict=False,
             )
+
+    def in_module_layout(self) -> Graph:
+        """Return the graph with the weights as the module holds them."""
+        return self
 
 
 # operators whose rows are chosen by data
@@ -182,6 +188,29 @@ class RowsGraph(Graph):
 
     def exported(self) -> ExportedProgram:
         return export_rows(self.program, self.module, self.example)
+
+    def in_module_layout(self) -> Graph:
+        return replace(self, module=with_origins(self.module, self.program))
+
+
+def with_origins(module: fx.GraphModule, program: Program) -> fx.GraphModule:
+    """Return a graph of a program that derives weights of another layout from their origins."""
+    derived = {item.name: item for item in program.interface.derived}
+    graph, held = fx.Graph(), {}
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        item = derived.get(str(node.target)) if node.op == "get_attr" else None
+        if item is not None:
+            held[item.origin] = program.origins[item.origin]
+            origin = graph.get_attr(item.origin)
+            turned = graph.call_function(torch.ops.aten.permute.default, (origin, item.order))
+            place = (turned, item.shape)
+            copies[node] = graph.call_function(torch.ops.aten.reshape.default, place)
+            continue
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op == "get_attr":
+            held[str(node.target)] = operator.attrgetter(str(node.target))(module)
+    return fx.GraphModule(held, graph)
 
 
 def first_results(program: ExportedProgram, count: int) -> ExportedProgram:

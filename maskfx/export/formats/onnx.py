@@ -27,6 +27,7 @@ OPSET = 23  # the first with attention as one operator
 OLDEST = 18
 WEIGHTS = "weights.data"
 ALIGNED = 4096  # so that runtimes can map the file
+LAYOUTS = ("Transpose", "Reshape")
 SMALL = 1024  # bytes; smaller tensors stay in the graph
 
 
@@ -108,7 +109,7 @@ class OnnxWriter:
         """Compute what is constant and drop what is there twice or read by nothing."""
         known = self._passes
         known.InlinePass()(model)
-        self._optimizer.fold_constants(model)
+        self._optimizer.fold_constants(model, should_fold=folds)
         for each in (
             known.RemoveUnusedNodesPass(),
             known.RemoveUnusedFunctionsPass(),
@@ -199,6 +200,17 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         log.setLevel(before)
+
+
+def folds(node: Any) -> bool | None:
+    """Return False for a weight in another layout, and None for nodes that are folded by size.
+
+    Runtimes change the layout when they load a graph. Folded here, a weight would be written once
+    for each layout.
+    """
+    values = [value.const_value for value in node.inputs if value is not None]
+    weighs = any(value is not None and value.nbytes >= SMALL for value in values)
+    return False if weighs and node.op_type in LAYOUTS else None
 
 
 def keep_results(graph: Any, count: int) -> None:
