@@ -203,12 +203,12 @@ def tell(example: Example, dense: Result, edited: Result) -> Image.Image:
     outside = "the picture's own pixels, all of them" if kept else "CHANGED"
     every = Quality.of(QUALITY).every
     print(
-        f"\nOnly what is masked is computed, in one step of {every}; the others continue the\n"
-        f"course of the denoiser's last answers (quality={QUALITY!r}).\n"
+        f"\nOnly what is masked is computed, in about one step of {every}; in the others the\n"
+        f"denoiser's outputs are extrapolated (quality={QUALITY!r}).\n"
         f"a step, on average: dense {1e3 * dense.step:.0f} ms, edit {1e3 * edited.step:.0f} ms: "
         f"{faster:.1f} times faster (medians of {PICTURE_ROUNDS} alternating rounds)\n"
         f"the whole call, text and autoencoder too: {dense.whole:.2f} s, {edited.whole:.2f} s\n"
-        f"similar to the dense result: {inside:.1f} dB inside the mask (PSNR); "
+        f"likeness to the dense result: {inside:.1f} dB inside the mask (PSNR); "
         f"outside it has {outside}\n"
     )
     return sheet(

@@ -71,7 +71,8 @@ class Readiness:
     async def wait(self, name: str | None, seconds: float | None) -> Card:
         """Return the card of the model of this name; see `request.Frontend.card`."""
         if name not in (None, self._name):
-            raise ApiError("model_not_found", f"There is no model {name!r}.", param="model")
+            text = f"There is no model {name!r}; this server has {self._name!r}."
+            raise ApiError("model_not_found", text, param="model")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(
                 self._seconds if seconds is None else min(seconds, self._seconds)

@@ -6,6 +6,7 @@ Knows nothing of requests. Models are refused before any weights are read into m
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -42,15 +43,16 @@ def load_pipeline(
         controlnets: ControlNets that it gets, named likewise.
     """
     where = found(model)
-    import diffusers
+    with import_notices_hidden():
+        import diffusers
 
-    load: Any = diffusers.DiffusionPipeline.from_pretrained
+        load: Any = diffusers.DiffusionPipeline.from_pretrained
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "use_safetensors": True}
     if isinstance(where, Path):
         options.update(dict.fromkeys(absent_parts(where)), local_files_only=True)
         options.update(exported_denoisers(where))
     try:
-        with library_bars(progress.shows()):
+        with library_bars(progress.shows()), import_notices_hidden():
             pipe = load(where, **options)
     except (OSError, ValueError) as error:
         raise InputError(
@@ -138,6 +140,18 @@ def library_bars(shown: bool) -> Iterator[None]:
                 bars.disable_progress_bar()
                 stack.callback(bars.enable_progress_bar)
         yield
+
+
+@contextmanager
+def import_notices_hidden() -> Iterator[None]:
+    """Hide what transformers reports about absent optional packages, such as torchvision."""
+    log = logging.getLogger("transformers.utils.import_utils")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def exported_denoisers(folder: Path) -> dict[str, Any]:

@@ -149,6 +149,7 @@ def test_while_the_model_loads_calls_wait_for_it() -> None:
             with pytest.raises(ApiError) as caught:
                 await front.card("other", None)  # known at once
             assert code(caught) == "model_not_found"
+            assert "this server has 'm'" in str(caught.value)
             with pytest.raises(ApiError) as caught:
                 await front.card("m", 0.05)  # its deadline is earlier
             assert code(caught) == "model_loading"

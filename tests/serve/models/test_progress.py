@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 from typing import Any
 
@@ -10,7 +11,7 @@ from diffusers.utils import logging as of_diffusers
 from transformers.utils import logging as of_transformers
 
 from maskfx.serve.models import warmup
-from maskfx.serve.models.model_source import library_bars
+from maskfx.serve.models.model_source import import_notices_hidden, library_bars
 from tests.factories.terminal import on_terminal
 
 LIBRARIES: tuple[Any, ...] = (of_diffusers, of_transformers)
@@ -23,6 +24,15 @@ def test_bars_of_libraries_are_for_terminals(shown: bool) -> None:
         within = [one.is_progress_bar_enabled() for one in LIBRARIES]
     assert within == (before if shown else [False, False])
     assert [one.is_progress_bar_enabled() for one in LIBRARIES] == before == [True, True]
+
+
+def test_notices_about_absent_packages_are_hidden_for_a_while() -> None:
+    notices = of_transformers.get_logger("transformers.utils.import_utils")
+    assert notices.isEnabledFor(logging.WARNING)
+    with import_notices_hidden():
+        assert not notices.isEnabledFor(logging.WARNING)
+        assert notices.isEnabledFor(logging.ERROR)
+    assert notices.isEnabledFor(logging.WARNING)
 
 
 def test_a_warm_up_shows_its_stages_on_a_terminal(
