@@ -25,7 +25,8 @@ from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
 from maskfx.ir.sources import Cached
 from maskfx.ir.values import Equality
-from maskfx.runtime.backends.eager import Fetch, PackedWeights, Runner
+from maskfx.runtime.backends.eager import PackedWeights, Runner
+from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
