@@ -50,7 +50,6 @@ from maskfx.runtime.unshared import run_shared
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
 
-
 # A program's code, whether it records, its late inputs, and those that it reads packed.
 RunnerKey = tuple[str, bool, frozenset[str], frozenset[str]]
 
