@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from maskfx.compiler.artifact.graphs import place_of
+from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import Program, SideGraph
 from maskfx.passes.add_low_rank import add_low_rank
 from maskfx.passes.context import get_attribute
@@ -42,7 +43,7 @@ def make_twin(program: Program, weights: Collection[str]) -> Twin:
     for module in (program.module, program.recording):
         graph = named_copy(module.graph, names)
         whole |= add_low_rank(graph, interface, weights)
-        graphs.append(fx.GraphModule(module, graph))
+        graphs.append(LazyModule(module, graph))
     layers = hashlib.sha256("\n".join(sorted(weights)).encode()).hexdigest()
     code = f"{program.code} adapted {layers}"
     twin = Program(graphs[0], graphs[1], interface, code, program.origins)

@@ -13,6 +13,7 @@ import xxhash
 from torch import Tensor, fx
 
 from maskfx.ir.lanes import Batch, lane_of
+from maskfx.ir.lazy_module import LazyModule, over_same
 from maskfx.ir.program import Interface, Product, Program
 from maskfx.passes.context import ROWS, PassContext, aten, get_attribute
 
@@ -38,7 +39,7 @@ def build(module: fx.GraphModule, ctx: PassContext, captured: fx.GraphModule) ->
     interface.taps = {name: tap for name, tap in interface.taps.items() if name in taps}
     interface.products = products_of(graph, ctx)
     recording = recording_twin(module, [taps[name] for name in interface.taps])
-    main = fx.GraphModule(module, graph)
+    main = LazyModule(module, graph)
     code = digest(module, interface)
     origins = {d.origin: get_attribute(captured, d.origin) for d in interface.derived}
     return Program(main, recording, interface, code, origins)
@@ -75,7 +76,7 @@ def recording_twin(module: fx.GraphModule, taps: Sequence[fx.Node]) -> fx.GraphM
             graph.output((outputs, tuple(env[tap] for tap in taps)))
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])
-    return fx.GraphModule(module, graph)
+    return over_same(module, graph)
 
 
 def digest(module: fx.GraphModule, interface: Interface) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from torch import fx
 
 from maskfx.compiler.pieces import copied
+from maskfx.ir.lazy_module import over_same
 from maskfx.passes.fuse_kernels import fuse_kernels
 from maskfx.passes.read_packed_keys import SCALES, STEPS, read_packed_keys
 
@@ -25,7 +26,7 @@ def fused(
     graph = copied(module)
     fuse_kernels(graph, pointwise)
     read_packed_keys(graph, packed)
-    return fx.GraphModule(module, graph)
+    return over_same(module, graph)
 
 
 __all__ = ["SCALES", "STEPS", "fused"]

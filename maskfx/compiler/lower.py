@@ -17,6 +17,7 @@ from torch import fx
 from maskfx import ops
 from maskfx.compiler.build_program import recording_twin
 from maskfx.errors import CompileError
+from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import Program
 from maskfx.ir.sources import (
     Owner,
@@ -45,7 +46,7 @@ def lower(program: Program) -> Program:
     outputs: Any = program.recording.graph.output_node().args[0]
     taps = [done.values[originals[node]] for node in outputs[1]]
     done.drop_unread(taps)
-    module = fx.GraphModule(program.module, done.graph)
+    module = LazyModule(program.module, done.graph)
     interface = replace(program.interface, inputs=done.inputs)
     return replace(
         program, module=module, recording=recording_twin(module, taps), interface=interface

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from maskfx.compiler.capture.captured import Capture
+from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import Interface
 from maskfx.ir.pyramid import Pyramid
 from maskfx.passes.context import PassContext
@@ -64,7 +65,7 @@ def fresh_copy(module: fx.GraphModule) -> fx.GraphModule:
         env[node] = graph.node_copy(node, lambda n: env[n])
         env[node].name = node.name
         env[node].meta = dict(node.meta)
-    return fx.GraphModule(module, graph)
+    return LazyModule(module, graph)
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import fx
 
+from maskfx.ir.lazy_module import LazyModule, over_same
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -49,7 +51,7 @@ def sink_late(module: fx.GraphModule, late: Collection[str]) -> fx.GraphModule:
         if node in behind and node.users:
             min(node.users).prepend(node)
     graph.lint()
-    return fx.GraphModule(module, graph)
+    return over_same(module, graph)
 
 
 def dependents(nodes: Sequence[fx.Node], inputs: Collection[str]) -> set[fx.Node]:
@@ -129,7 +131,7 @@ def piece_of(
     graph.output(fx.map_arg(last.args[0], here) if last.op == "output" else ends)
     graph.lint()
     return Piece(
-        fx.GraphModule(module, graph),
+        LazyModule(module, graph),
         tuple(n.name for n in values),
         tuple(str(n.target) for n in inputs),
         tuple(n.name for n in results),

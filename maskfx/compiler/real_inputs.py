@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from maskfx.compiler.compile import Compilation
 from maskfx.ir.lanes import Feature, Lane
+from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import Program, SideGraph
 from maskfx.ir.sources import Given, Source
 
@@ -66,7 +67,7 @@ def returning_pairs(side: SideGraph, indices: Set[int]) -> SideGraph:
         results[index] = pair
     graph.output(tuple(results))
     lanes = [paired(lane) if i in indices else lane for i, lane in enumerate(side.lanes)]
-    return replace(side, module=fx.GraphModule(side.module, graph), lanes=lanes)
+    return replace(side, module=LazyModule(side.module, graph), lanes=lanes)
 
 
 def reading_pairs(program: Program, indices: dict[str, set[int]]) -> Program:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from maskfx import ops
+from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import Interface, Program
 from maskfx.ir.sources import Exchanged, Merged, Source
 from maskfx.passes.add_exchanges import add_exchanges
@@ -70,7 +71,7 @@ def with_exchanges(
             graph.erase_node(node)
     read = {str(node.target) for node in graph.find_nodes(op="placeholder")}
     inputs.update({name: source for name, source in own.inputs.items() if name in read})
-    return fx.GraphModule(module, graph), exchanges_of(graph, own)
+    return LazyModule(module, graph), exchanges_of(graph, own)
 
 
 def exchanges_of(graph: fx.Graph, interface: Interface) -> dict[int, Sent]:

@@ -13,6 +13,7 @@ from torch import fx
 
 from maskfx.compiler.pieces import Piece, copied, cut
 from maskfx.ir.lanes import grid_segment, is_image, padded
+from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import STRETCH, Interface
 from maskfx.ir.sources import (
     Enter,
@@ -45,7 +46,7 @@ def stretch_pieces(module: fx.GraphModule, interface: Interface) -> list[Piece]:
     graph.lint()
     first = {number: node for node, number in reversed([(n, own[n]) for n in calls])}
     names = {node.name for node in first.values()}
-    return cut(fx.GraphModule(module, graph), lambda node: node.name in names)
+    return cut(LazyModule(module, graph), lambda node: node.name in names)
 
 
 def stretches_of(graph: fx.Graph, interface: Interface) -> dict[fx.Node, int]:

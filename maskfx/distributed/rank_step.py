@@ -20,7 +20,8 @@ from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
 from maskfx.ir.sources import Cached
 from maskfx.ops.exchange import Group, within
-from maskfx.runtime.backends.eager import Fetch, Runner
+from maskfx.runtime.backends.eager import Runner
+from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member

@@ -13,8 +13,8 @@ from maskfx.errors import InputError
 from maskfx.export.manifest import Document
 from maskfx.export.torch_tensorrt import SUFFIX
 from maskfx.ir.program import Program
-from maskfx.runtime.backends.eager import Fetch
 from maskfx.runtime.backends.graph_files import GraphFile, open_graph
+from maskfx.runtime.backends.graph_function import Fetch
 
 ENDINGS = {"onnx": ".onnx", "aoti": ".aoti.pt2", "torch_tensorrt": SUFFIX, "pt2": ".pt2"}
 PARTS_WITH = {"record": "record or all", "dense": "dense or all"}

@@ -55,7 +55,8 @@ def fuse_kernels(graph: fx.Graph, pointwise: bool = True) -> int:
         node.replace_all_uses_with(new)
         erase_unread(graph, node)
         count += 1
-    graph.lint()
+    if count:
+        graph.lint()
     return count
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from maskfx.ir.lanes import Batch, Feature, Lane, lane_of, set_lane, shape_hint
+from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.nodes import is_symbol_arithmetic
 from maskfx.ir.program import SideGraph
 from maskfx.ir.sources import Given
@@ -124,7 +125,7 @@ def extract(graph: fx.Graph, ctx: PassContext, outputs: list[fx.Node]) -> SideGr
         elif node in needed:
             env[node] = side.node_copy(node, lambda n: env[n])
     side.output(tuple(env[n] for n in outputs))
-    module = fx.GraphModule(graph.owning_module, side)  # type: ignore[arg-type]
+    module = LazyModule(graph.owning_module, side)  # type: ignore[arg-type]
     lanes = [given_lane(ctx, n) or Lane(()) for n in outputs]
     return SideGraph(module, lanes, used, sum(n.op == "call_function" for n in needed))
 

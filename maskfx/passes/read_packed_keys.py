@@ -44,5 +44,6 @@ def read_packed_keys(graph: fx.Graph, packed: Collection[str]) -> int:
         node.replace_all_uses_with(new)
         graph.erase_node(node)
         count += 1
-    graph.lint()
+    if count:
+        graph.lint()
     return count

@@ -25,7 +25,8 @@ from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
 from maskfx.ir.sources import Cached
 from maskfx.ir.values import Equality
-from maskfx.runtime.backends.eager import Fetch, PackedWeights, Runner
+from maskfx.runtime.backends.eager import PackedWeights, Runner
+from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
@@ -48,7 +49,6 @@ from maskfx.runtime.unnarrowed import recorded_output
 from maskfx.runtime.unshared import run_shared
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
-
 
 # A program's code, whether it records, its late inputs, and those that it reads packed.
 RunnerKey = tuple[str, bool, frozenset[str], frozenset[str]]

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from maskfx.ir.program import Program
-from maskfx.runtime.backends.eager import Fetch, first_uses
+from maskfx.runtime.backends.eager import first_uses
+from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.loader import LoadedRows, Loader, Loading

@@ -18,7 +18,8 @@ from maskfx.compiler.fused import fused
 from maskfx.compiler.pieces import Piece, sink_late
 from maskfx.compiler.stretch_pieces import stretch_pieces
 from maskfx.ir.program import KEYS, STRETCH, Interface, Program
-from maskfx.runtime.backends.eager import Fetch, Runner
+from maskfx.runtime.backends.eager import Runner
+from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.backends.pieces import PieceRunner, Run
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member

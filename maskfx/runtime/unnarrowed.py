@@ -20,7 +20,7 @@ from maskfx.compiler.capture.roles import observed_sizes
 from maskfx.compiler.marked import MarkedGraph
 from maskfx.ir.lanes import Batch, Lane, Tokens, X, Y, is_image, lane_of, lanes_of
 from maskfx.ir.values import copies
-from maskfx.runtime.backends.eager import find
+from maskfx.runtime.backends.graph_function import find
 from maskfx.runtime.batch.rows import atom_size, is_spread
 from maskfx.runtime.devices import copied, moved
 from maskfx.runtime.lora.calls import adapted

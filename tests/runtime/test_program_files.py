@@ -113,8 +113,26 @@ def files(directory: Path) -> list[Path]:
 
 def test_a_second_start_captures_and_verifies_nothing(tmp_path: Path) -> None:
     assert edit(mixer(), tmp_path)[:2] == (1, 1)
-    assert edit(mixer(), tmp_path)[:2] == (0, 0)
+    captured, proved, denoiser = edit(mixer(), tmp_path)
+    assert (captured, proved) == (0, 0)
     assert len(files(tmp_path)) == 1
+    assert "module" not in vars(denoiser.compilations[0].capture), "the captured graph was read"
+
+
+def test_a_captured_graph_that_cant_be_read_serves_no_other_size(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(mixer(), tmp_path)
+    denoiser = edit(mixer(), tmp_path)[2]
+    with (
+        mock.patch.object(artifact, "read_graph", side_effect=KeyError("an operator")),
+        mock.patch.object(program_cache, "capture", side_effect=capture) as captured,
+        caplog.at_level(logging.WARNING),
+    ):
+        found, _ = denoiser.record(**inputs(20, 16))
+    torch.testing.assert_close(found, mixer()(**inputs(20, 16)))
+    assert captured.call_count == 1
+    assert "captured graph" in caplog.text
 
 
 def test_other_weights_are_verified_again_and_captured_once(tmp_path: Path) -> None:
@@ -177,7 +195,9 @@ def test_a_model_whose_code_changed_is_captured_anew(tmp_path: Path) -> None:
         assert [start(2.0)[0], start(2.0)[0], start(3.0)[0]] == [1, 0, 1]
 
 
-@pytest.mark.parametrize("damage", ["cut", "document", "constants", "empty", "verdicts"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "document", "captured", "constants", "empty", "verdicts"]
+)
 def test_damaged_files_are_logged_and_replaced(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,6 +209,9 @@ def test_damaged_files_are_logged_and_replaced(
             path.write_bytes(data[: len(data) // 2])
         case "document":
             path.write_bytes(data.replace(b"silu", b"relu"))
+        case "captured":
+            before, name, after = data.partition(b'"maskfx.capture":')
+            path.write_bytes(before + name + after.replace(b"silu", b"relu", 1))
         case "constants":
             path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         case "empty":

@@ -1,17 +1,22 @@
 """A compilation as one file: graphs, interface, what its calls must be like, and constants.
 
-The file is a safetensors file whose metadata holds the document, so that a reader without PyTorch
+The file is a safetensors file whose metadata holds the documents, so that a reader without PyTorch
 can open it. Weights are not in it: they are found in the module, by path. What it computes is
-checked: the hash of the loaded program must be that of the saved one.
+checked: the hash of the loaded program must be that of the saved one. The captured graph, which
+serves comparisons at new sizes and reports, is a document of its own that is read when it is used.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
+import logging
 import os
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +25,7 @@ import safetensors
 import safetensors.torch
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.artifact.graphs import (
@@ -39,8 +44,11 @@ from maskfx.ir.program import Interface, Program, SideGraph, derive
 from maskfx.ir.values import open_dataclass
 from maskfx.passes.pipeline import PassRecord
 
-SCHEMA = 3  # raise it with every change of the document
-NAME, HASH = "maskfx.program", "xxh3_128"
+log = logging.getLogger(__name__)
+
+SCHEMA = 4  # raise it with every change of a document
+READING = threading.Lock()  # several threads may ask for the graph of one capture
+NAME, CAPTURED, HASH = "maskfx.program", "maskfx.capture", "xxh3_128"
 
 
 class UnreadableArtifact(CompileError):
@@ -64,7 +72,8 @@ def save(compilation: Compilation, weights: Mapping[str, Tensor], path: Path) ->
     packed = pack(compilation, weights)
     metadata = {
         NAME: packed.document,
-        HASH: hash_of(packed.document, packed.constants),
+        CAPTURED: packed.captured,
+        HASH: packed.hash(),
         "schema": str(SCHEMA),
     }
     write_whole(path, safetensors.torch.save(packed.constants, metadata))
@@ -72,31 +81,42 @@ def save(compilation: Compilation, weights: Mapping[str, Tensor], path: Path) ->
 
 @dataclass(frozen=True)
 class Packed:
-    """A compilation without its weights: a JSON document, and constants on the CPU by name."""
+    """A compilation without its weights: JSON documents, and constants on the CPU by name.
+
+    Args:
+        document: everything but the captured graph.
+        captured: the captured graph.
+        constants: the tensors that both refer to.
+    """
 
     document: str
+    captured: str
     constants: dict[str, Tensor]
 
     @property
     def nbytes(self) -> int:
-        return len(self.document) + sum(t.nbytes for t in self.constants.values())
+        held = sum(t.nbytes for t in self.constants.values())
+        return len(self.document) + len(self.captured) + held
+
+    def hash(self) -> str:
+        found = xxhash.xxh3_128(self.document.encode())
+        found.update(self.captured.encode())
+        for name, value in sorted(self.constants.items()):
+            found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            found.update(value.reshape(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()
 
 
 def pack(compilation: Compilation, weights: Mapping[str, Tensor]) -> Packed:
     """Return a compilation in the form that files hold; raise Unsavable if it has no such form."""
-    tensors = Tensors(weights)
-    document = json.dumps(compilation_document(compilation, tensors), separators=(",", ":"))
+    tensors, module = Tensors(weights), compilation.capture.module
+    graph = None if module is None else graph_document(module, tensors, frozenset())
+    documents = [
+        json.dumps(document, separators=(",", ":"))
+        for document in (compilation_document(compilation, tensors), graph)
+    ]
     held = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.constants.items()}
-    return Packed(document, held)
-
-
-def hash_of(document: str, constants: Mapping[str, Tensor]) -> str:
-    """Return a hash of a file's contents."""
-    found = xxhash.xxh3_128(document.encode())
-    for name, value in sorted(constants.items()):
-        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        found.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+    return Packed(*documents, held)
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -131,9 +151,7 @@ def capture_document(capture: Capture, tensors: Tensors) -> Any:
     fixed = {role: size for role, size in capture.symbols.items() if isinstance(size, int)}
     decisions = capture.decisions
     return {
-        "graph": None
-        if capture.module is None
-        else graph_document(capture.module, tensors, frozenset()),
+        "has_graph": capture.module is not None,
         "leaves": encoded(capture.leaves),
         "in_spec": spec_document(capture.in_spec),
         "out_spec": spec_document(capture.out_spec),
@@ -215,10 +233,10 @@ def load(path: Path, weights: Mapping[str, Tensor]) -> Compilation:
     if metadata.get("schema") != str(SCHEMA):
         seen = metadata.get("schema")
         raise UnreadableArtifact(f"{path.name} has schema {seen}, this version writes {SCHEMA}")
-    document = metadata[NAME]
-    if hash_of(document, constants) != metadata.get(HASH):
+    packed = Packed(metadata.get(NAME, ""), metadata.get(CAPTURED, ""), constants)
+    if packed.hash() != metadata.get(HASH):
         raise UnreadableArtifact(f"{path.name} is damaged: its hash differs; remove it")
-    return unpack(Packed(document, constants), weights, path.name)
+    return unpack(packed, weights, path.name)
 
 
 def unpack(packed: Packed, weights: Mapping[str, Tensor], name: str) -> Compilation:
@@ -228,16 +246,32 @@ def unpack(packed: Packed, weights: Mapping[str, Tensor], name: str) -> Compilat
     constants = {key: t.to(device, copy=True) for key, t in packed.constants.items()}
     tensors = Tensors(weights, constants)
     try:
-        return read_compilation(json.loads(packed.document), tensors)
+        with many_objects():
+            return read_compilation(json.loads(packed.document), packed.captured, tensors)
     except UnreadableArtifact:
         raise
     except Exception as error:
         raise UnreadableArtifact(f"{name} doesn't fit this module: {error}") from error
 
 
-def read_compilation(document: Mapping[str, Any], tensors: Tensors) -> Compilation:
+@contextmanager
+def many_objects() -> Iterator[None]:
+    """Pause Python's search for unreachable cycles while many objects are made, none of them one.
+
+    The search goes through all objects of the process, and takes longer than to read the graphs.
+    """
+    pauses = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if pauses:
+            gc.enable()
+
+
+def read_compilation(document: Mapping[str, Any], captured: str, tensors: Tensors) -> Compilation:
     return Compilation(
-        read_capture(document["capture"], tensors),
+        read_capture(document["capture"], captured, tensors),
         None if document["program"] is None else read_program(document["program"], tensors),
         read_side(document["request"], tensors),
         read_side(document["dense"], tensors),
@@ -247,17 +281,41 @@ def read_compilation(document: Mapping[str, Any], tensors: Tensors) -> Compilati
     )
 
 
-def read_capture(document: Mapping[str, Any], tensors: Tensors) -> Capture:
-    decisions = document["decisions"]
-    return Capture(
-        module=None if document["graph"] is None else read_graph(document["graph"], tensors, {}),
+class ReadCapture(Capture):
+    """A capture of a file, whose graph is read at its first use; most processes use it never."""
+
+    captured: str
+    tensors: Tensors
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "module":
+            raise AttributeError(name)
+        with READING:
+            if "module" not in vars(self):
+                self.module = self._read()
+                del self.captured, self.tensors
+        return self.module
+
+    def _read(self) -> fx.GraphModule | None:
+        try:
+            with many_objects():
+                return read_graph(json.loads(self.captured), self.tensors, {})
+        except Exception as error:  # without it, other sizes get a capture of their own
+            log.warning("the captured graph of a saved program is not used: %s", error)
+            return None
+
+
+def read_capture(document: Mapping[str, Any], captured: str, tensors: Tensors) -> Capture:
+    decisions, has_graph = document["decisions"], document["has_graph"]
+    found = ReadCapture(
+        module=None,
         leaves=decoded(document["leaves"]),
         in_spec=read_spec(document["in_spec"]),
         out_spec=read_spec(document["out_spec"]),
         pyramid=decoded(document["pyramid"]),
         constants=decoded(document["constants"]),
         symbols=document["fixed"],
-        guards=None if document["graph"] else [],
+        guards=None if has_graph else [],
         frozen=document["frozen"],
         fixed_batch=document["fixed_batch"],
         single=document["single"],
@@ -272,6 +330,10 @@ def read_capture(document: Mapping[str, Any], tensors: Tensors) -> Capture:
         ),
         notes=document["notes"],
     )
+    if has_graph:
+        found.captured, found.tensors = captured, tensors
+        del found.module  # read when it is asked for
+    return found
 
 
 def read_program(document: Mapping[str, Any], tensors: Tensors) -> Program:

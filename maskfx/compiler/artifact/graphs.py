@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from maskfx.compiler.artifact.plain import Unsavable, decoded, encoded
 from maskfx.ir.lanes import NotLaned, int_hint, shape_hint
+from maskfx.ir.lazy_module import over_same
 
 FUNCTIONS = ("_operator", "operator", "math", "builtins", "torch")  # modules of plain functions
 
@@ -167,14 +168,15 @@ def read_graph(document: Any, tensors: Tensors, made: Mapping[str, Tensor]) -> f
             decoded(item["kwargs"], node_of),
             name=item["name"],
         )
-        node.name = item["name"]
+        if node.name != item["name"]:
+            node.name = item["name"]
         if item["origin"]:
             node.meta["origin"] = item["origin"]
         value = read_value(item["val"])
         if value is not None:
             node.meta["val"] = value
         env[item["name"]] = node
-    return fx.GraphModule(root, graph)
+    return over_same(root, graph)
 
 
 def attach(root: nn.Module, name: str, value: object) -> None:

@@ -26,6 +26,7 @@ from maskfx.compiler.capture import lengths as lengths_
 from maskfx.compiler.capture.light_run import LightProducts, light_twin
 from maskfx.compiler.capture.roles import Argument, observed_sizes
 from maskfx.errors import CaptureError
+from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.values import copy_of, made_object, open_dataclasses
 
 
@@ -239,7 +240,7 @@ def split_off(module: fx.GraphModule, answers: list[bool], steps: Sequence[bool]
         elif node in needed:
             env[node] = questions.node_copy(node, lambda n: env[n])
     questions.output(tuple(env[n] for n in asked))
-    found = Decisions(fx.GraphModule(module, questions), used, sized, answers)
+    found = Decisions(LazyModule(module, questions), used, sized, answers)
     output.args = (type(output.args[0])(kept),)
     codegen: Any = graph._codegen
     info = codegen.pytree_info

@@ -20,7 +20,8 @@ from maskfx.compiler.pieces import Piece, cut
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Interface
 from maskfx.ir.sources import Pairs, RankGroups, RestSpans, Spans
-from maskfx.runtime.backends.eager import Fetch, Runner
+from maskfx.runtime.backends.eager import Runner
+from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.backends.pieces import PieceRunner, Run, at_inputs
 
 log = logging.getLogger(__name__)

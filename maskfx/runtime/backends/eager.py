@@ -7,10 +7,8 @@ another tensor needs a new runner, one that changes in place doesn't.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from maskfx import ops
 from maskfx.ops.fused import ACTIVATIONS
 from maskfx.ops.windows import by_blocks
+from maskfx.runtime.backends.graph_function import Call, Fetch, find, graph_function
 
-Fetch = Callable[[str], Tensor]
 PackedWeights = MutableMapping[Tensor, Tensor]
 aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
 
@@ -38,63 +36,26 @@ class Runner:
     def __init__(
         self, module: fx.GraphModule, prepack: bool = False, packed: PackedWeights | None = None
     ) -> None:
-        self._weights = SimpleNamespace()
         self._packed = WeakIdKeyDictionary() if packed is None else packed
-        graph = self._late_inputs(module)
-        if prepack:
-            self._pack(graph)
-        code = graph.python_code("self")
-        scope = dict(code.globals)
-        exec(code.src, scope)  # the source that fx writes for a GraphModule's forward
-        self._function: Callable[..., Any] = scope["forward"]
+        rewritten = (partial(self._packed_call, module),) if prepack else ()
+        self._function = graph_function(module, *rewritten)
 
     def __call__(self, fetch: Fetch) -> Any:
-        return self._function(self._weights, fetch)
+        return self._function(fetch)
 
-    def _late_inputs(self, module: fx.GraphModule) -> fx.Graph:
-        """Return the graph with inputs fetched by name and weights as attributes of one object."""
-        graph = fx.Graph()
-        fetch = graph.placeholder("fetch")
-        env: dict[fx.Node, fx.Node] = {}
-
-        def here(node: fx.Node) -> fx.Node:
-            if node not in env:
-                if node.op == "placeholder":
-                    env[node] = graph.call_function(operator.call, (fetch, str(node.target)))
-                else:
-                    name = f"weight_{len(vars(self._weights))}"
-                    setattr(self._weights, name, find(module, str(node.target)))
-                    env[node] = graph.create_node("get_attr", name)
-            return env[node]
-
-        for node in module.graph.nodes:
-            if node.op not in ("placeholder", "get_attr"):
-                fx.map_arg((node.args, node.kwargs), here)
-                env[node] = graph.node_copy(node, here)
-        return graph
-
-    def _pack(self, graph: fx.Graph) -> None:
-        """Replace products by ones over weights in the layout of the CPU's matrix library."""
-        packed: dict[int, str] = {}
-        for node in list(graph.nodes):
-            if node.target not in PACKED:
-                continue
-            product, place = PACKED[node.target]
-            before, weight, after = node.args[:place], node.args[place], node.args[place + 1 :]
-            if weight.op != "get_attr" or not packs(getattr(self._weights, weight.target)):
-                continue
-            origin = getattr(self._weights, weight.target)
-            name = packed.setdefault(id(origin), f"packed_{len(packed)}")
-            if not hasattr(self._weights, name):
-                if origin not in self._packed:
-                    self._packed[origin] = mkldnn._reorder_linear_weight(origin, USUAL_ROWS)
-                setattr(self._weights, name, self._packed[origin])
-            with graph.inserting_before(node):
-                matrix = graph.create_node("get_attr", name)
-                new = graph.call_function(product, (*before, matrix, *after), node.kwargs)
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
-        graph.eliminate_dead_code()
+    def _packed_call(self, module: fx.GraphModule, node: fx.Node) -> Call | None:
+        """Return the product with a weight in the layout of the CPU's matrix library."""
+        if node.target not in PACKED:
+            return None
+        product, place = PACKED[node.target]
+        before, weight, after = node.args[:place], node.args[place], node.args[place + 1 :]
+        assert isinstance(weight, fx.Node)
+        origin = find(module, str(weight.target)) if weight.op == "get_attr" else None
+        if origin is None or not packs(origin):
+            return None
+        if origin not in self._packed:
+            self._packed[origin] = mkldnn._reorder_linear_weight(origin, USUAL_ROWS)
+        return product, (*before, self._packed[origin], *after)
 
 
 def packed_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -139,9 +100,3 @@ def first_uses(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[str]]]:
         asked = [str(n.target) for n in node.all_input_nodes if n.op == "placeholder"]
         yield node, [name for name in asked if name not in seen]
         seen.update(asked)
-
-
-def find(module: object, target: str) -> Any:
-    for part in target.split("."):
-        module = getattr(module, part)
-    return module

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from maskfx.compiler.pieces import Piece
-from maskfx.runtime.backends.eager import Fetch, first_uses
+from maskfx.runtime.backends.eager import first_uses
+from maskfx.runtime.backends.graph_function import Fetch
 
 Run = Callable[[Fetch], Any]
 Before = Callable[[int, Mapping[str, Tensor]], None]

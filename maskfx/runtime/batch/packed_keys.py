@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maskfx.compiler.fused import SCALES, STEPS
 from maskfx.ir.sources import Rest
-from maskfx.runtime.backends.eager import Fetch
+from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.quantize import STEPS as FORMATS

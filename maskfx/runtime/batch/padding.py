@@ -37,7 +37,7 @@ from maskfx.ir.sources import (
     Updated,
     Weights,
 )
-from maskfx.runtime.backends.eager import Fetch
+from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.batch.frame import Frame
 
 LEAST = 16  # rows
