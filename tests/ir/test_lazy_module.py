@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -58,16 +59,17 @@ def test_copies_compute_the_same() -> None:
 
 def test_a_module_over_the_same_weights() -> None:
     module, rows = LazyModule(*doubled()), torch.randn(2, 3)
-    module.table = torch.full((3,), 5.0).numpy()  # neither a tensor nor a part
+    table: Any = torch.full((3,), 5.0).numpy()  # neither a tensor nor a part
+    module.table = table
     wanted = module(rows)
     graph = fx.Graph()
     value = graph.placeholder("rows")
     product = graph.call_function(aten.linear.default, (value, graph.get_attr("part.weight")))
     graph.output((product, graph.get_attr("table")))
     other = over_same(module, graph)
-    found, table = other(rows)
+    found, read = other(rows)
     assert torch.equal(2 * found, wanted)
-    assert table is module.table
+    assert read is table
     assert other.part is module.part
     module.part.weight.data.mul_(2)  # type: ignore[union-attr, operator]
     assert torch.equal(other(rows)[0], 2 * found)

@@ -111,12 +111,12 @@ def pack(compilation: Compilation, weights: Mapping[str, Tensor]) -> Packed:
     """Return a compilation in the form that files hold; raise Unsavable if it has no such form."""
     tensors, module = Tensors(weights), compilation.capture.module
     graph = None if module is None else graph_document(module, tensors, frozenset())
-    documents = [
-        json.dumps(document, separators=(",", ":"))
-        for document in (compilation_document(compilation, tensors), graph)
-    ]
+    document, captured = (
+        json.dumps(one, separators=(",", ":"))
+        for one in (compilation_document(compilation, tensors), graph)
+    )
     held = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.constants.items()}
-    return Packed(*documents, held)
+    return Packed(document, captured, held)
 
 
 def write_whole(path: Path, data: bytes) -> None:

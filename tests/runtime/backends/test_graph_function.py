@@ -64,20 +64,21 @@ def test_the_same_as_the_module() -> None:
     total = graph.call_function(aten.add.Tensor, (first, y), {"alpha": 3})
     graph.call_function(aten.neg.default, (total,))  # nothing reads it
     last = graph.call_method("add", (last, 1), {"alpha": 2})
-    graph.output((total, {"last": last, "same": [y, y]}))
+    results: Any = (total, {"last": last, "same": [y, y]})
+    graph.output(results)
     module = fx.GraphModule(nn.Module(), graph)
-    x, y = torch.randn(2, 4), torch.randn(2, 2)
+    given = {"x": torch.randn(2, 4), "y": torch.randn(2, 2)}
     asked: list[str] = []
 
     def fetch(name: str) -> Tensor:
         asked.append(name)
-        return {"x": x, "y": y}[name]
+        return given[name]
 
-    found, wanted = graph_function(module)(fetch), module(x, y, None)
+    found, wanted = graph_function(module)(fetch), module(given["x"], given["y"], None)
     assert asked == ["x", "y"]
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1]["last"], wanted[1]["last"])
-    assert found[1]["same"][0] is found[1]["same"][1] is y
+    assert found[1]["same"][0] is found[1]["same"][1] is given["y"]
 
 
 def test_values_are_freed_after_their_last_use() -> None:
