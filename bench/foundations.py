@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +30,7 @@ from unittest import mock
 import torch
 
 import maskfx
-from bench import masks, shapes
+from bench import late_inputs, masks, shapes
 from bench.engine.bed import build, smooth_picture
 from bench.harness import ROOT, alternate, figure, header, ratio, write_json
 from bench.shapes import Shape
@@ -196,7 +198,7 @@ def at_hand(denoiser: maskfx.CompiledDenoiser, steps: Any) -> None:
 
 def late(rounds: int, nets: Sequence[int] = (1, 2)) -> dict[str, Any]:
     return {
-        "asked": "one engine step a denoising step; bit-equal in one process",
+        "asked": "one engine step a denoising step; bit-equal; within 10 % of the most possible",
         "by_nets": [late_with(count, rounds) for count in nets],
     }
 
@@ -222,13 +224,32 @@ def late_with(nets: int, rounds: int) -> dict[str, Any]:
         before = len(one.steps), len(several.steps)
         seconds = alternate(sides, rounds)
         counts = len(one.steps) - before[0], len(several.steps) - before[1]
+        with late_inputs.heads() as head:
+            sides["beside"](0)
+        rest = alternate({"": sides["one process"]}, rounds, time.process_time)[""]
+        spent, steps = late_inputs.shares(pipe, call(1))
+        denoisers = pipeline_state_of(pipe).denoisers
+        works = {name: partial(denoisers[name].step, steps[name]) for name in spent}
+        (net, *_) = names = [name for name in spent if name != "unet"]
+        pair = {name: works[name] for name in (net, "unet")}
+        slower = late_inputs.side_by_side(pair, STEPS * rounds)
         here = several.services.counts().computed_here
-    spent = shares(pipe, call(1))
+    parts = [spent[name] for name in names], spent["unet"], head
+    sums = {name: sum(seconds_) for name, seconds_ in spent.items()}
+    left = max(0.0, figure(rest)["median"] - sum(sums.values()))
+    cores = len(os.sched_getaffinity(0))
+    slowest = max(one["median"] for one in slower.values())
     return {
         "nets": nets,
         "times_as_quick": ratio(seconds["one process"], seconds["beside"]),
-        "seconds_by_denoiser": spent,
-        "most_possible": sum(spent.values()) / max(spent.values()),
+        "seconds_by_denoiser": sums,
+        "seconds_of_each_step": spent,
+        "seconds_before_a_net_is_read": head,
+        "seconds_of_no_denoiser": left,
+        "slower_side_by_side": slower,
+        "sum_over_largest": sum(sums.values()) / max(sums.values()),
+        "most_possible": late_inputs.most_possible(*parts, left, cores),
+        "most_possible_side_by_side": late_inputs.most_possible(*parts, left, cores, slowest),
         "engine_steps_per_denoising_step": [n / (rounds * STEPS) for n in counts],
         "bit_equal_in_one_process": bool(torch.equal(outputs["one process"], alone)),
         "error_beside": float((outputs["beside"] - alone).norm() / alone.norm()),
@@ -278,24 +299,6 @@ def control_pipeline(nets: int, width: int = 64) -> tuple[Any, Callable[[int], d
         }
 
     return maskfx.compile(pipe, quality="all-steps"), call
-
-
-def shares(pipe: Any, call: dict[str, Any]) -> dict[str, float]:
-    """Seconds of a call's steps by denoiser, in one process."""
-    spent: dict[str, float] = {}
-    names = {id(d): name for name, d in pipeline_state_of(pipe).denoisers.items()}
-    step = maskfx.CompiledDenoiser.step
-
-    def timed(denoiser: Any, steps: Any) -> Any:
-        start = time.perf_counter()
-        found = step(denoiser, steps)
-        name = names[id(denoiser)]
-        spent[name] = spent.get(name, 0.0) + time.perf_counter() - start
-        return found
-
-    with mock.patch.object(maskfx.CompiledDenoiser, "step", timed):
-        pipe(**call)
-    return spent
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from maskfx.config import Settings
 from maskfx.errors import CacheError
-from maskfx.runtime.batch.output_rows import computed_rows
 from maskfx.runtime.cache.step_cache import StepCache, with_tensors
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Layers, Updates
@@ -67,23 +66,13 @@ class ServedDenoiser:
         sent: Sequence[AnyStep] = self.tensors.unpack(message)
         steps = [replace(step, adapters=self._with_layers(step.adapters)) for step in sent]
         steps = [received(step, self.caches) for step in steps]
+        steps = [replace(step, rows=True) if isinstance(step, EditStep) else step for step in steps]
         results = compute_steps(self.denoiser, steps)
         recorded: set[int] = set()
         for step, result in zip(steps, results, strict=True):
             if isinstance(step, RecordStep):
                 recorded |= tensor_ids(result[1])
-        return self.tensors.pack(self._rows(steps, results), recorded)
-
-    def _rows(self, steps: Sequence[AnyStep], results: Sequence[Any]) -> list[Any]:
-        """Return the results, those of edits reduced to the computed rows."""
-        found, edits = list(results), [i for i, s in enumerate(steps) if isinstance(s, EditStep)]
-        for program, own, members in self.denoiser.groups([steps[i] for i in edits]):
-            for place, member in zip(own, members, strict=True):
-                number, lanes = edits[place], program.interface.outputs
-                step = steps[number]
-                assert isinstance(step, EditStep)
-                found[number] = computed_rows(results[number], lanes, member, step.cache.output)
-        return found
+        return self.tensors.pack(list(results), recorded)
 
     def _with_layers(self, adapters: Updates) -> Updates:
         found = []

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -29,13 +28,14 @@ from maskfx.runtime.backends.eager import PackedWeights, Runner
 from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
-from maskfx.runtime.batch.member import Member
+from maskfx.runtime.batch.member import Member, in_batches
 from maskfx.runtime.batch.packed_keys import packed_inputs, with_packed
 from maskfx.runtime.batch.padding import PaddedFrame, can_pad
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.rolling import write_rows
 from maskfx.runtime.cpu_threads import settle
 from maskfx.runtime.derived_weights import DerivedWeights
+from maskfx.runtime.fetch_ahead import FetchAhead
 from maskfx.runtime.lora.stacks import StackCache
 from maskfx.runtime.prefetch import Prefetcher, Stopwatch
 from maskfx.runtime.side_graphs import SideMemo, run_side
@@ -198,6 +198,10 @@ class BatchExecutor:
             fetch = with_packed(frame, members, packed, frame.fetch(members, loading))
             padded = self._padded(program, recording, frame)
             fetch = self._timed(fetch if padded is None else padded.fetch(fetch))
+            if loading is None and frame.late(members):
+                waits = partial(frame.waits, members=members)
+                order = [n for n in self.loads.order(program) if n not in packed]
+                fetch = FetchAhead(fetch, order, waits)
             result = runner(fetch if self.watch is None else self.watch.over(fetch))
         if padded is not None:
             result = padded.strip(result)
@@ -388,13 +392,3 @@ def has_known_sizes(graph: fx.Graph) -> bool:
     The rows of an expert depend on data.
     """
     return not any(node.target in (ops.run_whole, ops.chosen) for node in graph.nodes)
-
-
-def in_batches(members: Sequence[Member]) -> list[list[int]]:
-    """Return the member numbers of each batch: one device each, members of equal size adjacent."""
-    groups: dict[torch.device, list[int]] = {}
-    for number in sorted(
-        range(len(members)), key=lambda i: (members[i].batch, members[i].sites.counts)
-    ):
-        groups.setdefault(members[number].device, []).append(number)
-    return list(groups.values())

@@ -169,6 +169,13 @@ class Prefetcher:
         begun = next((begun for begun in self._begun if begun.serves(member)), None)
         return None if begun is None else set(begun.loading.pending())
 
+    def order(self, program: Program) -> list[str]:
+        """Return the inputs of a program in the order in which its graph reads them."""
+        if program.code not in self._orders:
+            uses = first_uses(program.module.graph)
+            self._orders[program.code] = [name for _, names in uses for name in names]
+        return self._orders[program.code]
+
     def _assembled(self, program: Program, frame: Frame, members: Sequence[Member]) -> BatchLoads:
         """Return the loads of a batch's members; begin those that aren't in flight, together."""
         loads, slots, missing = list(self._begun), list[Slot | None](), list[Member]()
@@ -200,8 +207,5 @@ class Prefetcher:
 
     def _begin(self, program: Program, frame: Frame, members: Sequence[Member]) -> StartedLoad:
         assert self.loader is not None, "nothing loads without a loader"
-        if program.code not in self._orders:
-            uses = first_uses(program.module.graph)
-            self._orders[program.code] = [name for _, names in uses for name in names]
-        jobs = frame.jobs(members, self._orders[program.code])
+        jobs = frame.jobs(members, self.order(program))
         return StartedLoad(frame, tuple(members), self.loader.begin(jobs, frame.device))

@@ -131,7 +131,7 @@ class SampleCalls:
             return [replace(call, inputs=one) for one in samples]
         caches = self._caches(call.step.cache, call.inputs)
         return [
-            replace(call, step=replace(call.step, cache=cache), inputs=one)
+            replace(call, step=replace(call.step, cache=cache, rows=False), inputs=one)
             for one, cache in zip(samples, caches, strict=True)
         ]
 

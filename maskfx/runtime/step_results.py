@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from maskfx.ir.lanes import Lane
 from maskfx.ir.late import wait_for
 from maskfx.ir.program import Interface
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
+from maskfx.runtime.batch.output_rows import OutputRows, output_rows
 from maskfx.runtime.batch.rows import empty_output, own_rows, place_rows, tap_parts
 from maskfx.runtime.cache.step_cache import StepCache, keep_rows
 from maskfx.runtime.devices import copied
-from maskfx.runtime.steps import ValidatedCall
+from maskfx.runtime.steps import EditStep, ValidatedCall
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class StepResults:
     outputs: Sequence[Tensor]
     emitted: Sequence[Tensor]
     fingerprint: Callable[[], str]
+    _indices: dict[tuple[int, tuple[str, ...]], Tensor] = field(default_factory=dict)
 
     def of(self, index: int) -> Any:
         """Return the output of a member, and its recording if it records."""
@@ -49,21 +52,38 @@ class StepResults:
         output = call.inputs.unflatten(flat)
         return (output, self._recording(index, flat)) if member.recording else output
 
-    def _output(self, index: int, number: int, rows: Tensor) -> Tensor:
-        """Return an output in full: a member's rows over a copy of the recorded output."""
+    def _output(self, index: int, number: int, rows: Tensor) -> Any:
+        """Return an output in full: a member's rows over a copy of the recorded output.
+
+        A step that asks for its rows alone gets these, if the output has more.
+        """
         member, lane, frame = self.members[index], self.interface.outputs[number], self.frame
         assert lane is not None
         own = own_rows(rows, lane, frame.layout, index)
         if lane.kind != "rows":
             return own.clone()
         recorded = member.cache.output[number] if member.cache is not None else None
+        where = frame.layout.active(lane.segments)[index]
         if recorded is None:
             full = empty_output(own, lane, member)
+        elif (alone := self._alone(index, own, recorded, lane, where)) is not None:
+            return alone
         else:
             full = copied(recorded, member.device)
-        where = frame.layout.active(lane.segments)[index]
         place_rows(full, own, lane, member.sites, frame.tables.on(where, member.device))
         return full
+
+    def _alone(
+        self, index: int, rows: Tensor, recorded: Tensor, lane: Lane, where: Tensor
+    ) -> OutputRows | None:
+        """Return a member's rows of an output if its step asks for them alone."""
+        step, member = self.calls[index].step, self.members[index]
+        if not isinstance(step, EditStep) or not step.rows or member.written is not None:
+            return None
+        key = index, lane.segments
+        if key not in self._indices:  # one tensor for all outputs with these sites
+            self._indices[key] = where.int()
+        return output_rows(rows, recorded, lane, member, self._indices[key])
 
     def _recording(self, index: int, flat: Sequence[Tensor]) -> StepCache:
         """Return the recording of a member: its outputs and the rows that the graph emitted."""

@@ -87,6 +87,7 @@ class EditStep:
         late: Lets ranks read each other's rows of the step before; None makes them wait.
         choice: Chooses the sites of all stretches while the step runs, in place of `wide`; needs
             `record` and a cache that compares what stretches read.
+        rows: Return the computed rows alone (`OutputRows`) in place of each output that has more.
     """
 
     inputs: Mapping[str, Any]
@@ -99,6 +100,7 @@ class EditStep:
     adapters: Updates = ()
     late: LateExchange | None = None
     choice: StretchChoice | None = None
+    rows: bool = False
 
 
 @dataclass(frozen=True)

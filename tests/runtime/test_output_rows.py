@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import maskfx
-from maskfx.runtime.batch.output_rows import OutputRows, computed_rows, whole_result
+from maskfx.runtime.batch.output_rows import OutputRows, whole_result
 from tests.factories.masks import MASKS
 from tests.factories.zoo import ZOO
 
@@ -41,33 +42,33 @@ def test_rows_and_the_recording_give_the_whole_result(name: str) -> None:
         mask = MASKS[kind](case.mask_shape(size), seed)
         step = maskfx.EditStep(case.inputs(size, seed + 1), mask, cache, any_step=True)
         (result,) = denoiser.edit([step])
-        for program, _, members in denoiser.groups([step]):
-            lanes = program.interface.outputs
-            reduced = computed_rows(result, lanes, members[0], cache.output)
-            found = whole_result(reduced, cache.output)
-            pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(result), strict=True)
-            assert all(torch.equal(a, b) for a, b in pairs if isinstance(b, Tensor))
-            share = float(mask.float().mean())
-            if share < 0.4:
-                fewer += nbytes(reduced) < nbytes(result)
-            if kind == "one_site":
-                assert nbytes(reduced) <= nbytes(result) * 0.3
-            if kind == "full":
-                assert nbytes(reduced) == nbytes(result)
+        (reduced,) = denoiser.edit([replace(step, rows=True)])
+        found = whole_result(reduced, cache.output)
+        pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(result), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs if isinstance(b, Tensor))
+        share = float(mask.float().mean())
+        if share < 0.4:
+            fewer += nbytes(reduced) < nbytes(result)
+        if kind == "one_site":
+            assert nbytes(reduced) <= nbytes(result) * 0.3
+        if kind == "full":
+            assert nbytes(reduced) == nbytes(result)
     assert fewer
 
 
-def test_a_result_of_another_shape_than_the_recording_stays_whole() -> None:
+def test_members_of_a_batch_get_rows_or_outputs_as_each_asks() -> None:
     case = ZOO["FluxControlNetModel"]
     denoiser = maskfx.compile(case.build())
     size = case.sizes[0]
     _, cache = denoiser.record(**case.inputs(size, 0))
-    mask = MASKS["one_site"](case.mask_shape(size), 0)
-    step = maskfx.EditStep(case.inputs(size, 0), mask, cache)
-    (result,) = denoiser.edit([step])
-    ((program, _, members),) = denoiser.groups([step])
-    other = [torch.cat([t, t]) if isinstance(t, Tensor) else t for t in cache.output]
-    found = computed_rows(result, program.interface.outputs, members[0], other)
-    assert not any(isinstance(leaf, OutputRows) for leaf in pytree.tree_leaves(found))
-    found = computed_rows(result, program.interface.outputs, members[0], cache.output[:1])
-    assert found is result
+    masks = [MASKS[kind](case.mask_shape(size), 0) for kind in ("one_site", "stroke")]
+    steps = [maskfx.EditStep(case.inputs(size, 1), m, cache, any_step=True) for m in masks]
+    wanted = denoiser.edit(steps)
+    found = denoiser.edit([replace(steps[0], rows=True), steps[1]])
+    first, second = map(pytree.tree_leaves, found)
+    assert any(isinstance(leaf, OutputRows) for leaf in first)
+    assert not any(isinstance(leaf, OutputRows) for leaf in second)
+    for one, other in zip(found, wanted, strict=True):
+        whole = pytree.tree_leaves(whole_result(one, cache.output))
+        pairs = zip(whole, pytree.tree_leaves(other), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs if isinstance(b, Tensor))

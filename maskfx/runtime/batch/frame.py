@@ -164,13 +164,14 @@ class Frame:
         """Return the inputs whose values are still being computed elsewhere."""
         if not any(is_late(value) for m in members for value in m.given["step"]):
             return frozenset()
-        return frozenset(
-            name
-            for name, source in self.interface.inputs.items()
-            if isinstance(source, Given)
-            and source.origin == "step"
-            and any(is_late(m.given["step"][source.index]) for m in members)
-        )
+        return frozenset(name for name in self.interface.inputs if self.waits(name, members))
+
+    def waits(self, name: str, members: Sequence[Member]) -> bool:
+        """Return True if an input is made from a value that is still being computed elsewhere."""
+        source = self.interface.inputs[name]
+        if not isinstance(source, Given) or source.origin != "step":
+            return False
+        return any(is_late(m.given["step"][source.index]) for m in members)
 
     def inputs(self, members: Sequence[Member]) -> list[Tensor]:
         """Return all inputs of the graph in its order."""

@@ -35,3 +35,13 @@ class Member:
     adapters: NamedSet | None = None
     choice: StretchChoice | None = None
     regions: Mapping[int, Mask] = field(default_factory=dict)
+
+
+def in_batches(members: Sequence[Member]) -> list[list[int]]:
+    """Return the member numbers of each batch: one device each, members of equal size adjacent."""
+    groups: dict[torch.device, list[int]] = {}
+    for number in sorted(
+        range(len(members)), key=lambda i: (members[i].batch, members[i].sites.counts)
+    ):
+        groups.setdefault(members[number].device, []).append(number)
+    return list(groups.values())

@@ -5,7 +5,7 @@ The rows outside the mask are those of the recording, so only computed rows need
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 
 from maskfx.ir.lanes import Lane
 from maskfx.runtime.batch.rows import Sized, split_axes
+
+Places = tuple[Any, ...]  # indices into a value with its batch and sites in front
 
 
 @dataclass(frozen=True)
@@ -36,62 +38,45 @@ class OutputRows:
     index: Tensor
     rows: Tensor
 
-    def onto(self, recorded: Tensor) -> Tensor:
-        """Return the recorded output with these rows in place of its own."""
+    def onto(self, recorded: Tensor, known: MutableMapping[Hashable, Places]) -> Tensor:
+        """Return the recorded output with these rows in place of its own.
+
+        Args:
+            recorded: The output of the recording.
+            known: The places of sites, which outputs of one result share.
+        """
         full = recorded.clone(memory_format=torch.contiguous_format)
-        view = full.view(self.sizes).permute(self.order)
-        view[self._places()] = self.rows
+        ordered = [self.sizes[i] for i in self.order]
+        key = id(self.index), *ordered[1 : 1 + self.site_axes]
+        if key not in known:
+            known[key] = places(self.index.long(), ordered, self.site_axes)
+        full.view(self.sizes).permute(self.order)[known[key]] = self.rows
         return full
 
-    def _places(self) -> tuple[Any, ...]:
-        return places(self.index.long(), [self.sizes[i] for i in self.order], self.site_axes)
 
-
-def computed_rows(
-    result: Any, lanes: Sequence[Lane | None], member: Sized, recorded: Sequence[Any]
-) -> Any:
-    """Return a result with `OutputRows` in place of the outputs for which they are smaller.
+def output_rows(
+    rows: Tensor, recorded: Tensor, lane: Lane, member: Sized, index: Tensor
+) -> OutputRows | None:
+    """Return computed rows in place of an output; None if they are no smaller than the output.
 
     Args:
-        result: The result of an edit.
-        lanes: The layout of each of its outputs.
+        rows: The rows, (batch, active sites, features...).
+        recorded: The output of the recording, which the receiver has.
+        lane: The layout of the output.
         member: The edit as a member of a batch.
-        recorded: The outputs of its recording, which the receiver has.
+        index: The active sites, int32.
     """
-    leaves, spec = pytree.tree_flatten(result)
-    if member.sites.full or not len(leaves) == len(lanes) == len(recorded):
-        return result
-    indices: dict[tuple[str, ...], Tensor] = {}
-    found = []
-    for leaf, lane, other in zip(leaves, lanes, recorded, strict=True):
-        alike = isinstance(leaf, Tensor) and isinstance(other, Tensor) and leaf.shape == other.shape
-        rows = rows_of(leaf, lane, member, indices) if alike and lane is not None else None
-        found.append(leaf if rows is None else rows)
-    return pytree.tree_unflatten(found, spec)
-
-
-def rows_of(
-    full: Tensor, lane: Lane, member: Sized, indices: dict[tuple[str, ...], Tensor]
-) -> OutputRows | None:
-    """Return the computed rows of an output; None if they are no smaller than the output."""
-    sites = member.sites
-    if lane.kind != "rows" or not full.is_contiguous():
-        return None
-    axes = split_axes(full, lane, sites)
+    axes = split_axes(recorded, lane, member.sites)
     sizes, order, site = axes.sizes, axes.order, axes.sites
-    if len(axes.batch) != 1 or not site or prod(sizes) != full.numel():
+    if len(axes.batch) != 1 or not site or prod(sizes) != recorded.numel():
         return None
-    if lane.segments not in indices:  # one tensor for all outputs with these sites
-        indices[lane.segments] = sites.laid_out(lane.segments, sites.active).int()
-    index = indices[lane.segments]
     if len(index) * (prod(sizes) // prod(sizes[i] for i in site) + 1) >= prod(sizes):
         return None
-    view = full.view(sizes).permute(order)
-    rows = view[places(index.long(), [sizes[i] for i in order], len(site))]
-    return OutputRows(sizes, order, len(site), index, rows.contiguous())
+    shape = [sizes[axes.batch[0]], len(index), *(sizes[i] for i in axes.features)]
+    return OutputRows(sizes, order, len(site), index, rows.reshape(shape).contiguous())
 
 
-def places(index: Tensor, sizes: Sequence[int], site_axes: int) -> tuple[Any, ...]:
+def places(index: Tensor, sizes: Sequence[int], site_axes: int) -> Places:
     """Return the indices of sites in a value whose axes are the batch, then those of sites."""
     found: list[Tensor] = []
     for size in reversed(sizes[1 : 1 + site_axes]):
@@ -105,8 +90,9 @@ def whole_result(result: Any, recorded: Sequence[Any]) -> Any:
     leaves, spec = pytree.tree_flatten(result)
     if not any(isinstance(leaf, OutputRows) for leaf in leaves):
         return result
+    known: dict[Hashable, Places] = {}
     full = [
-        leaf.onto(recorded[k]) if isinstance(leaf, OutputRows) else leaf
+        leaf.onto(recorded[k], known) if isinstance(leaf, OutputRows) else leaf
         for k, leaf in enumerate(leaves)
     ]
     return pytree.tree_unflatten(full, spec)

@@ -94,9 +94,18 @@ def pick_rows(
     for segment, index in zip(lane.segments, indices, strict=True):
         n = sites.count(segment)
         part = rows if len(lane.segments) == 1 else rows.narrow(1, base, n)
-        out.append(part if index is None else part.index_select(1, index))
+        out.append(part if index is None else at_sites(part, index))
         base += n
     return out
+
+
+def at_sites(rows: Tensor, index: Tensor) -> Tensor:
+    """Pick the sites of (batch, sites, features...) rows.
+
+    On a CPU, `index_select` copies row by row; where the features of a row lie apart, as those of
+    a picture with its channels first, that takes several times as long as an index.
+    """
+    return rows.index_select(1, index) if rows.is_contiguous() else rows[:, index]
 
 
 # Rows of a recording, (sites, ...) of one batch element.
