@@ -54,6 +54,11 @@ class ActiveSites:
     def full(self) -> bool:
         return self.mask is None
 
+    @property
+    def are_known(self) -> bool:
+        """Return True if the active sites of all regions can be read."""
+        return True
+
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """Return sizes and active-site counts; equal for requests with as many rows and keys."""
@@ -100,6 +105,10 @@ class ActiveSites:
                 found = self._base(level), self._number(self.pyramid.levels[level].region)
             self._places[segment] = found
         return found
+
+    def firsts(self, regions: Sequence[int]) -> list[int]:
+        """Return, for each region, the first one with the same sites; 0 is the mask."""
+        return list(map(self._number, regions))
 
     def _number(self, region: int) -> int:
         return self._alike.get(region, 0)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -39,7 +40,12 @@ class Mask:
 
     @cached_property
     def _content(self) -> bytes:
-        return repr(self.shape).encode() + np.packbits(self.sites.numpy()).tobytes()
+        return repr(self.shape).encode() + np.packbits(self.flags).tobytes()
+
+    @cached_property
+    def flags(self) -> NDArray[np.bool_]:
+        """Return the sites in host memory, flattened."""
+        return self.sites.numpy().reshape(-1)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,7 +53,7 @@ class Mask:
 
     @cached_property
     def count(self) -> int:
-        return int(self.sites.sum())
+        return int(np.count_nonzero(self.flags))
 
     @property
     def is_empty(self) -> bool:
@@ -63,12 +69,12 @@ class Mask:
     @cached_property
     def active(self) -> Tensor:
         """Return the indices of the active sites, in order."""
-        return self.sites.view(-1).nonzero()[:, 0]
+        return torch.from_numpy(np.flatnonzero(self.flags))
 
     @cached_property
     def rest(self) -> Tensor:
         """Return the indices of the inactive sites, in order."""
-        return (~self.sites).view(-1).nonzero()[:, 0]
+        return torch.from_numpy(np.flatnonzero(~self.flags))
 
     @cached_property
     def everywhere(self) -> Mask:

@@ -30,6 +30,11 @@ class StretchSites(ActiveSites):
         """Return the sizes alone, since the sites aren't known before the step."""
         return tuple(self.sizes.values())
 
+    @property
+    def are_known(self) -> bool:
+        """Return True if the last stretch is chosen, and with it the mask."""
+        return 0 in self._chosen
+
     def choose(self, region: int, sites: Mask) -> None:
         """Set the active sites of a region; 0 stands for the mask, the sites of the output."""
         assert region not in self._chosen, f"the sites of region {region} were chosen before"
