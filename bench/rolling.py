@@ -39,7 +39,7 @@ from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.rows import Rows
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.sites.active import ActiveSites
-from maskfx.runtime.sites.mask import Mask
+from maskfx.runtime.sites.mask import Mask, MaskCache
 
 WANTED_SECONDS = 0.002
 WIDTHS = (1, 64, 1536)  # index tables alone, a tiny model, SD3's rows
@@ -100,7 +100,8 @@ class Side:
 
     def run(self, step: Step, spent: dict[str, list[float]]) -> None:
         """Operations of one step; appends the seconds of each part."""
-        masks = [[Mask(sites) for sites in own] for own in step.sites]
+        known = MaskCache()  # stretches with equal sites have one mask
+        masks = [[known.of(sites) for sites in own] for own in step.sites]
         found: list[Any] = []
 
         def sites() -> None:

@@ -74,16 +74,11 @@ def scale_shift(rows: Tensor, scales: Tensor, owner: Tensor) -> Tensor:
 
 
 def put_all(targets: list[Tensor], indices: list[Tensor], rows: list[Tensor]) -> None:
-    lib, puts = serving(rows), []
-    for target, index, new in zip(targets, indices, rows, strict=True):
-        if lib is None or not is_placed(target, index, new):
-            plain_of("put_all")(targets, indices, rows)
-            return
-        count, nbytes = len(new), new.nbytes
-        if nbytes:
-            about = target.data_ptr(), len(target), nbytes // count, index.data_ptr()
-            puts.append((*about, new.data_ptr(), count))
-    if lib is not None and lib.put_all(*packed(puts)):
+    lib = serving(rows)
+    puts = [placed(*own) for own in zip(targets, indices, rows, strict=True)] if lib else [None]
+    if lib is None or None in puts:
+        plain_of("put_all")(targets, indices, rows)
+    elif lib.put_all(*packed([put for put in puts if put])):
         raise IndexError(f"places of rows point beyond the rows of {len(targets)} buffers")
 
 
@@ -96,25 +91,27 @@ def replace_all(
     firsts: list[Tensor],
     sums: list[Tensor],
 ) -> None:
-    lib, each, patches = serving(rows), [], set()
+    lib, each = serving(rows), []
     values = zip(targets, indices, rows, tables, sizes, firsts, sums, strict=True)
     for target, index, new, table, size, first, own in values:
+        put = placed(target, index, new)
         single = target.dtype == own.dtype == torch.float32 and own.is_contiguous()
-        if lib is None or not single or not is_placed(target, index, new, table, size, first):
+        if (
+            lib is None
+            or put is None
+            or not single
+            or not all(map(are_whole, (table, size, first)))
+        ):
             plain_of("replace_all")(targets, indices, rows, tables, sizes, firsts, sums)
             return
         assert len(first) == len(size), "the first patch of each request"
         assert len(table) == len(target), "the patch of each place"
-        if new.numel():
-            about = target.data_ptr(), len(target), new.numel() // len(new), index.data_ptr()
-            requests = size.data_ptr(), first.data_ptr(), len(size)
-            changes = table.data_ptr(), *requests, own.data_ptr(), len(own)
-            each.append((*about, new.data_ptr(), len(new), *changes))
-            patches.add(len(own))
+        about = table.data_ptr(), size.data_ptr(), first.data_ptr(), len(size)
+        each.append((*put, *about, own.data_ptr(), len(own)))
     if lib is not None and lib.replace_all(*packed(each)):
         raise IndexError(
             f"places or patches of rows point beyond the rows of {len(targets)} buffers or the "
-            f"{max(patches)} patches, or requests have other numbers of rows"
+            f"{len(sums[0])} patches, or requests have other numbers of rows"
         )
 
 
@@ -124,16 +121,21 @@ def serving(rows: list[Tensor]) -> ctypes.CDLL | None:
     return c_functions() if switched_on() and not many else None
 
 
-def is_placed(target: Tensor, index: Tensor, rows: Tensor, *whole: Tensor) -> bool:
-    """Return True if C can write rows to places of a buffer, and these numbers are whole."""
-    kinds = rows.dtype == target.dtype and rows.shape[1:] == target.shape[1:]
-    return (
-        kinds
-        and len(index) == len(rows)
-        and rows.is_contiguous()
-        and target.is_contiguous()
-        and all(v.dtype == torch.int64 and v.is_contiguous() for v in (index, *whole))
-    )
+def placed(target: Tensor, index: Tensor, rows: Tensor) -> tuple[int, ...] | None:
+    """Return rows that C can write to places of a buffer; None if it can't.
+
+    Buffer, places, bytes of a row, which rows, the rows and their number.
+    """
+    places, count = len(target), len(index)
+    width = target.nbytes // places if places else 0
+    there = width and rows.dtype == target.dtype and rows.nbytes == width * count
+    if not (there and are_whole(index) and rows.is_contiguous() and target.is_contiguous()):
+        return None
+    return target.data_ptr(), places, width, index.data_ptr(), rows.data_ptr(), count
+
+
+def are_whole(values: Tensor) -> bool:
+    return values.dtype == torch.int64 and values.is_contiguous()
 
 
 def packed(structures: Sequence[tuple[int, ...]]) -> tuple[Any, int]:

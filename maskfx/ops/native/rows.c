@@ -162,7 +162,7 @@ int put_all(const struct put *puts, int64_t buffers)
  * from the first of its request, which has so many rows; none if that is -1. */
 struct replace {
     float *target;
-    int64_t places, width;
+    int64_t places, bytes; /* of the buffer, and of a row */
     const int64_t *index;
     const float *rows;
     int64_t count;
@@ -199,7 +199,7 @@ int replace_all(const struct replace *each, int64_t buffers)
             return -2;
     for (const struct replace *own = each; own < end; own++) {
         const float *rows = own->rows;
-        int64_t width = own->width, i = 0;
+        int64_t width = own->bytes / sizeof(float), i = 0;
         for (int64_t q = 0; q < own->requests; q++)
             for (int64_t stop = i + own->sizes[q]; i < stop; i++, rows += width) {
                 float *old = own->target + own->index[i] * width, change = 0, before = 0;

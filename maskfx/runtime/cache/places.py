@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from maskfx.ir.sources import Cached, Loaded, Rest
 from maskfx.runtime.cache.placement import Placement, placed, spans_of
 from maskfx.runtime.devices import moved
 from maskfx.runtime.sites.active import ActiveSites
-from maskfx.runtime.sites.row_sets import FoundRows, Pair, RowSets, SetKey
+from maskfx.runtime.sites.row_sets import RowSets, SetKey
 
 Group = tuple[str, ...]  # row sets without regions: their taps have equal numbers of rows
 Segments = tuple[str, ...]
@@ -52,6 +52,23 @@ class Batched(Protocol):
     def counts(self, segment: str) -> Sequence[int]: ...
 
 
+@dataclass(frozen=True)
+class Read:
+    """What a source reads.
+
+    Args:
+        key: The same for sources that read the same sites of taps of one group.
+        group: The group of its tap.
+        kind: Of its sets: "rest" or "missing".
+        sets: The set that it reads of each segment; empty if they aren't found with others.
+    """
+
+    key: int
+    group: Group
+    kind: str
+    sets: tuple[SetKey, ...]
+
+
 class Regions:
     """The regions whose rows a program reads or writes, and the pairs of which one lacks sites.
 
@@ -61,49 +78,67 @@ class Regions:
 
     def __init__(self, interface: Interface) -> None:
         self._pyramid = interface.pyramid
-        self._known: dict[str, tuple[str, int]] = {}
+        self._segments: dict[str, tuple[str, int]] = {}
+        self._reads: dict[Cached, Read] = {}
+        self._keys: dict[object, int] = {}
         self.groups = {name: self.group_of(tap.segments) for name, tap in interface.taps.items()}
-        alone: dict[str, dict[int, None]] = {}
-        pairs: dict[str, dict[Pair, None]] = {}
-        sources = list(interface.inputs.values())
-        read = [source.segments for source in sources if isinstance(source, Rest)]
-        for segments in [*read, *(tap.segments for tap in interface.taps.values())]:
-            for base, region in map(self.of, filter(is_image, segments)):
-                alone.setdefault(base, {})[region] = None
-        for before, after in (pair for s in sources if isinstance(s, Loaded) for pair in loaded(s)):
-            (base, old), (_, new) = self.of(before), self.of(after)
-            pairs.setdefault(base, {})[old, new] = None
-        self._alone = {base: tuple(found) for base, found in alone.items()}
-        self._pairs = {base: tuple(found) for base, found in pairs.items()}
+        sets: dict[tuple[str, str], dict[SetKey, None]] = {}
+        for tap in interface.taps.values():
+            for base, region in map(self.of, filter(is_image, tap.segments)):
+                for kind in ("active", "rest"):
+                    sets.setdefault((kind, base), {})[region] = None
+        for source in interface.inputs.values():
+            if isinstance(source, Rest | Loaded) and source.tap in self.groups:
+                own = self.read_by(source)
+                for base, found in zip(own.group, own.sets, strict=False):
+                    sets.setdefault((own.kind, base), {})[found] = None
+        self._together = {key: tuple(found) for key, found in sets.items()}
 
     def of(self, segment: str) -> tuple[str, int]:
         """Return the base of a segment of image sites, and its region."""
-        if segment not in self._known:
+        if segment not in self._segments:
             [base] = self._pyramid.base_segments((segment,))
-            self._known[segment] = base, self._pyramid.region_of(segment)
-        return self._known[segment]
+            self._segments[segment] = base, self._pyramid.region_of(segment)
+        return self._segments[segment]
 
     def group_of(self, segments: Sequence[str]) -> Group:
         """Return the image segments without their regions."""
         return tuple(self.of(segment)[0] for segment in segments if is_image(segment))
 
-    def sets(self, kind: str, base: str) -> Sequence[SetKey]:
-        """Return the sets of one kind that are found together."""
-        return (self._pairs if kind == "missing" else self._alone).get(base, ())
+    def together(self, kind: str, base: str, wanted: SetKey) -> tuple[SetKey, ...]:
+        """Return the sets of one kind that are found with this one."""
+        found = self._together.get((kind, base), ())
+        return found if wanted in found else (wanted,)
 
+    def read_by(self, source: Cached) -> Read:
+        """Return what a source reads."""
+        if source not in self._reads:
+            group, kind, sets = self.groups[source.tap], "", list[SetKey]()
+            key: object = source
+            if isinstance(source, Rest) and self._fits(source.segments, group):
+                kind, key = "rest", (group, source.segments)
+                sets = [self.of(segment)[1] for segment in source.segments]
+            if isinstance(source, Loaded):
+                pairs = zip(source.before, source.after, strict=True)
+                images = [pair for pair in pairs if is_image(pair[0])]
+                if self._fits([after for _, after in images], group):
+                    kind, key = "missing", (group, source.before, source.after)
+                    sets = [(self.of(before)[1], self.of(after)[1]) for before, after in images]
+            number = self._keys.setdefault(key, len(self._keys))
+            self._reads[source] = Read(number, group, kind, tuple(sets))
+        return self._reads[source]
 
-def loaded(source: Loaded) -> list[tuple[str, str]]:
-    """Return the image segments before and after, in pairs."""
-    pairs = zip(source.before, source.after, strict=True)
-    return [(before, after) for before, after in pairs if is_image(before)]
+    def _fits(self, segments: Sequence[str], group: Group) -> bool:
+        return all(map(is_image, segments)) and self.group_of(segments) == group
 
 
 @dataclass(frozen=True)
 class PlacedSets:
-    """Sets of rows, and the places of each."""
+    """Sets of rows: the number of each, its places, and its rows by batch element."""
 
-    sets: FoundRows
+    number: dict[SetKey, int]
     places: Sequence[Tensor]
+    counts: list[list[int]]
 
 
 class Places:
@@ -132,11 +167,11 @@ class Places:
         self._sites = [layout.sites[number] for number in numbers]
         self._batches = [layout.batches[number] for number in numbers]
         self._rows = RowSets(self._sites, self._batches)
-        self._known = False
         self._all: dict[tuple[Group, int], NDArray[np.int64]] = {}
-        self._placed: dict[tuple[object, ...], PlacedSets] = {}
+        self._totals: dict[Group, list[int]] = {}
+        self._placed: dict[tuple[str, Group, int], PlacedSets] = {}
         self._written: dict[Segments, Placement] = {}
-        self._read: dict[object, Tensor] = {}
+        self._read: dict[int, Tensor] = {}
 
     def written(self, segments: Segments) -> Placement:
         """Return which rows of a row set are written, and where."""
@@ -151,29 +186,16 @@ class Places:
             source: A source that reads a tap of this block.
             picks: Returns the sites that it reads of each member, in the concatenated segments.
         """
-        group, key = self._regions.groups[source.tap], without_tap(source)
-        if key not in self._read:
-            sets = self._sets_of(source, group) if self._layout.whole else []
-            found = [self._placed_rows(kind, group, i, own) for i, (kind, own) in enumerate(sets)]
-            self._read[key] = joined(found) if sets else self._picked(group, picks())
-        return self._read[key]
-
-    def _sets_of(self, source: Cached, group: Group) -> list[tuple[str, SetKey]]:
-        """Return the kind and the set that a source reads of each segment.
-
-        Return nothing for a source whose sites aren't found together with others.
-        """
-        of = self._regions.of
-        sets: list[tuple[str, SetKey]]
-        match source:
-            case Rest(_, segments) if all(map(is_image, segments)):
-                sets = [("rest", of(segment)[1]) for segment in segments]
-            case Loaded(_, _, segments):
-                pairs = loaded(source)
-                sets = [("missing", (of(old)[1], of(new)[1])) for old, new in pairs]
-            case _:
-                return []
-        return sets if self._regions.group_of(segments) == group else []
+        own = self._regions.read_by(source)
+        found = self._read.get(own.key)
+        if found is None:
+            if own.sets and self._layout.whole:
+                numbered = enumerate(own.sets)
+                found = joined([self._rows_of(own.kind, own.group, i, s)[0] for i, s in numbered])
+            else:
+                found = self._picked(own.group, picks())
+            self._read[own.key] = found
+        return found
 
     def _picked(self, group: Group, picks: Sequence[Tensor]) -> Tensor:
         repeated = zip(self._numbers, self._batches, strict=True)
@@ -186,24 +208,29 @@ class Places:
         parts: list[Tensor] = []
         sizes: list[int] = []
         source: list[tuple[int, int]] = []
-        at, image = 0, 0
+        at = 0
         for segment in segments:
             if not is_image(segment):
                 at += sum(self._layout.counts(segment))
                 continue
             region = self._regions.of(segment)[1]
-            parts.append(self._placed_rows("active", group, image, region))
-            sizes += self._counts("active", group, image, region)
-            spans, at = self._spans(segment, at, len(parts[-1]))
+            places, counts = self._rows_of("active", group, len(parts), region)
+            parts.append(places)
+            sizes += counts
+            spans, at = self._spans(segment, at, len(places))
             source += spans
-            image += 1
         first = slice(*source[0]) if source else slice(0)
-        totals = [sum(map(sites.count, group)) for sites in self._sites]
-        place = Placement(first, joined(parts), sizes, self._batches, totals)
+        place = Placement(first, joined(parts), sizes, self._batches, self._totals_of(group))
         if len(source) < 2:
             return place
         index = torch.cat([torch.arange(*span) for span in source])
         return replace(place, source=moved(index, self._device))
+
+    def _totals_of(self, group: Group) -> list[int]:
+        """Return the number of rows of a batch element of each member."""
+        if group not in self._totals:
+            self._totals[group] = [sum(map(sites.count, group)) for sites in self._sites]
+        return self._totals[group]
 
     def _spans(self, segment: str, at: int, written: int) -> tuple[list[tuple[int, int]], int]:
         """Return the spans of the members' rows of a segment among those of the batch.
@@ -218,57 +245,44 @@ class Places:
         spans = spans_of(rows, self._numbers, at)
         return [span for span in spans if span[0] < span[1]], at + sum(rows)
 
-    def _placed_rows(self, kind: str, group: Group, segment: int, wanted: SetKey) -> Tensor:
-        found = self._found(kind, group, segment, wanted)
-        return found.places[found.sets.number[wanted]]
-
-    def _counts(self, kind: str, group: Group, segment: int, wanted: SetKey) -> list[int]:
-        sets = self._found(kind, group, segment, wanted).sets
-        counts: list[int] = sets.counts[sets.number[wanted]].tolist()
-        return counts
-
-    def _found(self, kind: str, group: Group, segment: int, wanted: SetKey) -> PlacedSets:
-        """Return the places of sets of a kind, this one among them.
+    def _rows_of(
+        self, kind: str, group: Group, segment: int, wanted: SetKey
+    ) -> tuple[Tensor, list[int]]:
+        """Return the places of a set's rows, and how many each batch element has.
 
         Args:
             kind: "active", "rest" or "missing".
             group: The base of each image segment of a tap.
             segment: The number of the segment.
-            wanted: The region or the pair of regions.
+            wanted: The set.
         """
-        self._known = self._known or self._rows.are_known
-        base = group[segment]
-        together = self._regions.sets(kind, base) if self._known else ()
-        key = kind, group, segment, *(() if wanted in together else (wanted,))
-        if key not in self._placed:
-            find = {"active": self._rows.active, "rest": self._rows.rest}
-            asked: Any = together if wanted in together else (wanted,)
-            sets = find.get(kind, self._rows.missing)(base, asked)
-            places = torch.from_numpy(self._places_of(group, segment).take(sets.rows))
-            sizes = sets.counts.sum(1).tolist()
-            self._placed[key] = PlacedSets(sets, moved(places, self._device).split(sizes))
-        return self._placed[key]
+        key = kind, group, segment
+        found = self._placed.get(key)
+        if found is None or wanted not in found.number:
+            found = self._placed[key] = self._find(kind, group, segment, wanted)
+        number = found.number[wanted]
+        return found.places[number], found.counts[number]
+
+    def _find(self, kind: str, group: Group, segment: int, wanted: SetKey) -> PlacedSets:
+        base, asked = group[segment], (wanted,)
+        if self._rows.are_known:
+            asked = self._regions.together(kind, base, wanted)
+        sets = getattr(self._rows, kind)(base, asked)
+        places = torch.from_numpy(self._places_of(group, segment).take(sets.rows))
+        parts = moved(places, self._device).split(sets.counts.sum(1).tolist())
+        return PlacedSets(sets.number, parts, sets.counts.tolist())
 
     def _places_of(self, group: Group, segment: int) -> NDArray[np.int64]:
         """Return the place of each site of a segment of each batch element."""
         if (group, segment) not in self._all:
-            totals = [np.array(self._rows.totals(base)) for base in group]
-            first = self._starts[group] + sum(totals[:segment], np.zeros(1, np.int64))
-            own = totals[segment]
-            shift = np.repeat(first - np.cumsum(own) + own, own)
+            totals = [self._rows.totals(base) for base in group]
+            own, first = totals[segment], self._starts[group].copy()
+            for before in totals[:segment]:
+                first += before
+            shift = (first - own.cumsum() + own).repeat(own)
             self._all[group, segment] = shift + np.arange(len(shift))
         return self._all[group, segment]
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def without_tap(source: Cached) -> object:
-    """Return a key that is equal for sources of equal places, of one group of taps."""
-    match source:
-        case Rest(_, segments):
-            return segments
-        case Loaded(_, before, after):
-            return before, after
-    return source

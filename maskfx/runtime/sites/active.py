@@ -108,7 +108,18 @@ class ActiveSites:
 
     def firsts(self, regions: Sequence[int]) -> list[int]:
         """Return, for each region, the first one with the same sites; 0 is the mask."""
-        return list(map(self._number, regions))
+        return [self._alike.get(region, 0) for region in regions]
+
+    def flags(self, base: str, regions: Sequence[int]) -> list[NDArray[np.bool_]]:
+        """Return which sites of a segment without a region are active, for each region."""
+        level = grid_level(base)
+        if padded(base) is not None:  # active with all sites of the image
+            return [np.full(self.count(base), self.full)] * len(regions)
+        if self.mask is None or (
+            level is not None and self.pyramid.levels[level].parent is not None
+        ):
+            return [self.mask_at((level, region)).flags for region in regions]
+        return [self.regions.get(region, self.mask).flags for region in regions]
 
     def _number(self, region: int) -> int:
         return self._alike.get(region, 0)

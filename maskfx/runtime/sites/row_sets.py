@@ -7,14 +7,13 @@ batch element by batch element; where they lie in memory isn't known here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
-from maskfx.ir.lanes import grid_level, padded
 from maskfx.runtime.sites.active import ActiveSites
 
 Flags = NDArray[np.bool_]
@@ -50,17 +49,20 @@ class RowSets:
 
     def __init__(self, sites: Sequence[ActiveSites], batches: Sequence[int]) -> None:
         self._sites, self._batches = sites, batches
-        self._known: dict[tuple[str, tuple[int, ...]], tuple[Flags, dict[SetKey, int]]] = {}
+        self._totals: dict[str, Ints] = {}
+        self._known: dict[str, tuple[Flags, dict[SetKey, int]]] = {}  # by base
 
     @property
     def are_known(self) -> bool:
         """Return False as long as the sites of some stretches aren't chosen."""
         return all(sites.are_known for sites in self._sites)
 
-    def totals(self, base: str) -> list[int]:
+    def totals(self, base: str) -> Ints:
         """Return the number of sites of each batch element."""
-        pairs = zip(self._sites, self._batches, strict=True)
-        return [count for sites, n in pairs for count in repeat(sites.count(base), n)]
+        if base not in self._totals:
+            counts = [sites.count(base) for sites in self._sites]
+            self._totals[base] = np.repeat(np.array(counts, np.int64), self._batches)
+        return self._totals[base]
 
     def active(self, base: str, regions: tuple[int, ...]) -> FoundRows:
         """Return the rows of the active sites of these regions; 0 is the mask."""
@@ -85,31 +87,23 @@ class RowSets:
 
     def _flags(self, base: str, regions: tuple[int, ...]) -> tuple[Flags, dict[SetKey, int]]:
         """Return (sets, rows) flags, True for active sites, and the set of each region."""
-        key = base, regions
-        if key not in self._known:
-            alike = list(zip(*(sites.firsts(regions) for sites in self._sites), strict=True))
-            distinct = {firsts: i for i, firsts in enumerate(dict.fromkeys(alike))}
-            parts = [part for firsts in distinct for part in self._parts(base, firsts)]
-            flags = np.concatenate(parts).reshape(len(distinct), -1)
-            self._known[key] = flags, {r: distinct[a] for r, a in zip(regions, alike, strict=True)}
-        return self._known[key]
-
-    def _parts(self, base: str, regions: Sequence[int]) -> Iterator[Flags]:
-        """Yield the flags of each batch element, whose member has this region."""
-        level, whole = grid_level(base), padded(base) is not None
-        for sites, batch, region in zip(self._sites, self._batches, regions, strict=True):
-            if whole:  # padding is active with all sites of the image
-                flags = np.full(sites.count(base), sites.full)
-            else:
-                flags = sites.mask_at((level, region)).flags
-            yield from repeat(flags, batch)
+        known = self._known.get(base)
+        if known is not None and known[1].keys() >= set(regions):
+            return known
+        alike = list(zip(*(sites.firsts(regions) for sites in self._sites), strict=True))
+        distinct = {firsts: i for i, firsts in enumerate(dict.fromkeys(alike))}
+        columns = zip(self._sites, self._batches, zip(*distinct, strict=True), strict=True)
+        each = [own for sites, n, of in columns for own in repeat(sites.flags(base, of), n)]
+        flags = np.concatenate(list(chain.from_iterable(zip(*each, strict=True))))
+        number: dict[SetKey, int] = {r: distinct[a] for r, a in zip(regions, alike, strict=True)}
+        self._known[base] = flags.reshape(len(distinct), -1), number
+        return self._known[base]
 
     def _found(self, base: str, flags: Flags, number: dict[SetKey, int]) -> FoundRows:
-        sets, rows = flags.shape
-        places = np.flatnonzero(flags)
-        starts = np.cumsum([0, *self.totals(base)[:-1]])
-        firsts = np.arange(sets) * rows
-        bounds = np.searchsorted(places, (firsts[:, None] + starts).reshape(-1))
+        (sets, rows), totals = flags.shape, self.totals(base)
+        places, firsts = np.flatnonzero(flags), np.arange(sets) * rows
+        starts = totals.cumsum() - totals
+        bounds = places.searchsorted((firsts[:, None] + starts).reshape(-1))
         counts = np.diff(bounds, append=len(places)).reshape(sets, -1)
-        places -= np.repeat(firsts, counts.sum(1))
+        places -= firsts.repeat(counts.sum(1))
         return FoundRows(places, counts, number)

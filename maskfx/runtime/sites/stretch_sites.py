@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from maskfx.ir.pyramid import Pyramid
 from maskfx.runtime.sites.active import ActiveSites
@@ -48,6 +48,10 @@ class StretchSites(ActiveSites):
 
     def chosen(self, region: int) -> Mask:
         return self._chosen[region]
+
+    def firsts(self, regions: Sequence[int]) -> list[int]:
+        """Return, for each region, the first one with the same sites; all have to be chosen."""
+        return list(map(self._number, regions))
 
     def _number(self, region: int) -> int:
         assert region in self._chosen, f"the sites of region {region} are read before their choice"
