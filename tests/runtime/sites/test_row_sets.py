@@ -84,6 +84,7 @@ def test_equal_sets_are_found_once() -> None:
     alike = [tokens(9, seed) for seed in (0, 10)]
     sets = RowSets(alike, (1, 1))
     assert len(sets.active("image", (2, 3)).counts) == 1
+    assert len(sets.missing("image", [(2, 3), (3, 2)]).rows) == 0
     assert len(sets.active("image", (1, 2, 3)).counts) == 2
     assert len(sets.rest("image", (2, 3)).rows) == sum(
         len(s.mask_at((None, 2)).rest) for s in alike
