@@ -264,7 +264,8 @@ class Places:
         return found.places[number], found.counts[number]
 
     def _find(self, kind: str, group: Group, segment: int, wanted: SetKey) -> PlacedSets:
-        base, asked = group[segment], (wanted,)
+        base = group[segment]
+        asked: tuple[SetKey, ...] = (wanted,)
         if self._rows.are_known:
             asked = self._regions.together(kind, base, wanted)
         sets = getattr(self._rows, kind)(base, asked)
