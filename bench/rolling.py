@@ -4,11 +4,13 @@
 
 No model runs: rows are random, in the shapes of a transformer whose stretches each keep keys,
 values and the value between blocks. In every step each request computes a random half of its
-patches, of each stretch another half. Measured are all operations on cached rows in a step: the
-places of the rows (`tables`), reading what isn't computed (`read`), and replacing what is
-(`write`). The baseline is the same with buffers of each request's own, so that every request costs
-a gather and a scatter per tap. What finds a mask's sites isn't counted: it depends on masks alone.
-Writes bench/results/rolling.json.
+patches: of each stretch another half, or of all stretches the same one (`sets`). Every step has new
+masks, as a step that chooses patches has. Measured are all operations on cached rows in a step:
+finding the sites of the masks (`sites`), finding and reading the rows that aren't computed
+(`read`), and replacing those that are (`write`). The baseline is the same with buffers of each
+request's own, so that every request costs a gather and a scatter per tap. `copies` is the time of
+copying as many rows from one tensor to another, without any place. CPU time, because machines are
+shared. Writes bench/results/rolling.json.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.rows import Rows
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.sites.active import ActiveSites
-from maskfx.runtime.sites.mask import Mask
+from maskfx.runtime.sites.mask import Mask, MaskCache
 
 WANTED_SECONDS = 0.002
 WIDTHS = (1, 64, 1536)  # index tables alone, a tiny model, SD3's rows
+SETS = ("each", "alike")  # whether stretches compute other patches than each other
 STEPS = 8  # different sets, one after another
 BYTES = 1 << 34
 
@@ -76,9 +79,12 @@ def recording(program: Program, sites: int) -> StepCache:
 
 @dataclass
 class Step:
-    """One step's sets, and the rows that a graph would have emitted."""
+    """One step's masks, of each request one per stretch and one of the output.
 
-    sites: tuple[ActiveSites, ...]
+    `emitted` are the rows that a graph would have computed.
+    """
+
+    sites: list[list[Tensor]]
     emitted: list[Tensor]
 
 
@@ -86,108 +92,121 @@ class Side:
     """All requests in one pool, or each in its own."""
 
     def __init__(self, program: Program, requests: int, patches: int, together: bool) -> None:
-        self.program = program
+        self.program, self.patches = program, patches
         pools = [RollingPool(BYTES, requests)] * requests if together else []
         pools = pools or [RollingPool(BYTES, 1) for _ in range(requests)]
         torch.manual_seed(0)
         self.caches = [pool.start(program, recording(program, patches)) for pool in pools]
 
     def run(self, step: Step, spent: dict[str, list[float]]) -> None:
-        """Tables, reads and writes of one step; appends the seconds of each."""
+        """Operations of one step; appends the seconds of each part."""
+        known = MaskCache()  # stretches with equal sites have one mask
+        masks = [[known.of(sites) for sites in own] for own in step.sites]
         found: list[Any] = []
-        members = self.members(step)
 
-        def places() -> None:
-            batches = (1,) * len(step.sites)
-            frame = Frame(self.program.interface, Layout(step.sites, batches))
-            for name, source in self.program.interface.inputs.items():
-                frame._needed(name, source, members)
-            found.append(frame)
+        def sites() -> None:
+            found.append(sites_of(self.program, masks, self.patches))
 
         def read() -> None:
-            fetch = found[0].fetch(members)
+            frame = Frame(self.program.interface, Layout(found[0], (1,) * len(found[0])))
+            fetch = frame.fetch(self.members(found[0]))
             for name in self.program.interface.inputs:
                 fetch(name)
+            found.append(frame)
 
         def write() -> None:
-            write_rows(found[0].layout, dict(enumerate(self.caches)), step.emitted)
+            write_rows(found[1].layout, dict(enumerate(self.caches)), step.emitted)
 
-        for name, part in (("tables", places), ("read", read), ("write", write)):
-            start = time.perf_counter()
+        for part in (sites, read, write):
+            start = time.process_time()
             part()
-            spent[name].append(time.perf_counter() - start)
+            spent[part.__name__].append(time.process_time() - start)
 
-    def members(self, step: Step) -> list[Member]:
+    def members(self, sites: Sequence[ActiveSites]) -> list[Member]:
         return [
-            Member(sites, 1, {}, cache, written=cache)
-            for sites, cache in zip(step.sites, self.caches, strict=True)
+            Member(own, 1, {}, cache, written=cache)
+            for own, cache in zip(sites, self.caches, strict=True)
         ]
 
 
-def steps_of(program: Program, requests: int, patches: int) -> list[Step]:
+def sites_of(
+    program: Program, masks: Sequence[Sequence[Mask]], patches: int
+) -> tuple[ActiveSites, ...]:
+    """Return the sites of each request."""
+    size, pyramid = {"batch": 1, "tokens": patches}, program.interface.pyramid
+    return tuple(ActiveSites(pyramid, size, own[0], dict(enumerate(own[1:], 1))) for own in masks)
+
+
+def steps_of(program: Program, requests: int, patches: int, sets: str = "each") -> list[Step]:
     interface, draw = program.interface, torch.Generator().manual_seed(1)
     found = []
     for _ in range(STEPS):
-        sites = []
+        masks = []
         for _ in range(requests):
-            sets = [
-                Mask(torch.rand(patches, generator=draw).argsort() < patches // 2)
-                for _ in range(len(interface.regions) + 1)
+            halves = [
+                torch.rand(patches, generator=draw).argsort() < patches // 2
+                for _ in range(1 if sets == "alike" else len(interface.regions) + 1)
             ]
-            size = {"batch": 1, "tokens": patches}
-            regions = dict(enumerate(sets[1:], 1))
-            sites.append(ActiveSites(interface.pyramid, size, sets[0], regions))
+            masks.append((halves * (len(interface.regions) + 1))[: len(interface.regions) + 1])
+        sites = sites_of(program, [list(map(Mask, own)) for own in masks], patches)
         emitted = []
         for tap in interface.taps.values():
             count = sum(own.active_count(tap.segments[0]) for own in sites)
             emitted.append(torch.randn(count, *tap.shape, generator=draw))
-        step = Step(tuple(sites), emitted)
-        for name, source in interface.inputs.items():  # sites are found once per mask
-            Frame(interface, Layout(step.sites, (1,) * requests))._needed(
-                name, source, [Member(own, 1, {}) for own in sites]
-            )
-        found.append(step)
+        found.append(Step(masks, emitted))
     return found
 
 
-def measure(stretches: int, requests: int, patches: int, width: int, rounds: int) -> dict[str, Any]:
+def measure(
+    stretches: int, requests: int, patches: int, width: int, sets: str, rounds: int
+) -> dict[str, Any]:
     """One width: both sides in turn, every round with other sets."""
     program = program_of(stretches, width)
-    steps = steps_of(program, requests, patches)
+    steps = steps_of(program, requests, patches, sets)
     sides = {
         "together": Side(program, requests, patches, True),
         "one by one": Side(program, requests, patches, False),
     }
     spent: dict[str, dict[str, list[float]]] = {
-        name: {"tables": [], "read": [], "write": []} for name in sides
+        name: {"sites": [], "read": [], "write": []} for name in sides
     }
     runs: dict[str, Callable[[int], Any]] = {
         name: lambda i, n=name: sides[n].run(steps[i % STEPS], spent[n])  # type: ignore[misc]
         for name in sides
     }
+    targets = [torch.empty_like(rows) for rows in steps[0].emitted]
+    runs["copies"] = lambda i: copy_twice(targets, steps[i % STEPS].emitted)
     harness.alternate(runs, 2)
     for parts in spent.values():
         for seconds in parts.values():
             seconds.clear()
-    harness.alternate(runs, rounds)
+    copies = harness.alternate(runs, rounds, time.process_time)["copies"]
     totals = {
         name: [sum(each) for each in zip(*parts.values(), strict=True)]
         for name, parts in spent.items()
     }
-    moved = sum(rows.nbytes for rows in steps[0].emitted)
     assert_equal(list(sides.values()))
     return {
         "width": width,
-        "written_bytes": moved,
+        "sets": sets,
+        "written_bytes": sum(rows.nbytes for rows in steps[0].emitted),
         "parts": {
             name: {part: harness.figure(seconds) for part, seconds in parts.items()}
             for name, parts in spent.items()
         },
         "seconds": {name: harness.figure(total) for name, total in totals.items()},
+        "copies": harness.figure(copies),
         "times_faster": harness.ratio(totals["one by one"], totals["together"]),
         "wanted_seconds": WANTED_SECONDS,
         "in_time": harness.figure(totals["together"])["median"] < WANTED_SECONDS,
     }
+
+
+def copy_twice(targets: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    """Copy as many rows as a step reads and replaces, which are half of all sites each."""
+    for _ in range(2):
+        for target, own in zip(targets, rows, strict=True):
+            target.copy_(own)
 
 
 def assert_equal(sides: Sequence[Side]) -> None:
@@ -204,19 +223,26 @@ def rolling_updates(
 ) -> dict[str, Any]:
     """Return what the cache operations of a step take, by the width of rows."""
     with torch.no_grad():
-        rows = [measure(stretches, requests, patches, width, rounds) for width in WIDTHS]
+        rows = [
+            measure(stretches, requests, patches, width, sets, rounds)
+            for width in WIDTHS
+            for sets in SETS
+        ]
     sizes = {"stretches": stretches, "requests": requests, "patches": patches}
     return {**sizes, "taps": 3 * stretches, "rounds": rounds, "rows": rows}
 
 
 def table(result: dict[str, Any]) -> str:
-    rows = [["width", "MB written", "side", "tables", "read", "write", "ms", "times faster"]]
+    parts = ["sites", "read", "write"]
+    rows = [["width", "MB written", "sets", "side", *parts, "ms", "copies", "times faster"]]
     for row in result["rows"]:
-        for name, parts in row["parts"].items():
-            figures = [milliseconds(figure) for figure in parts.values()]
-            faster = times(row["times_faster"]) if name == "together" else ""
-            size = [str(row["width"]), f"{row['written_bytes'] / 1e6:.1f}", name]
-            rows.append([*size, *figures, milliseconds(row["seconds"][name]), faster])
+        for name, found in row["parts"].items():
+            together = name == "together"
+            figures = [milliseconds(found[part]) for part in parts]
+            beside = [milliseconds(row["copies"]), times(row["times_faster"])] * together
+            size = [str(row["width"]), f"{row['written_bytes'] / 1e6:.1f}", row["sets"], name]
+            total = milliseconds(row["seconds"][name])
+            rows.append([*size, *figures, total, *(beside or ["", ""])])
     return columns(rows)
 
 

@@ -26,9 +26,8 @@ import torch
 
 from bench import harness
 from bench.report import columns, milliseconds
-from bench.rolling import Side, program_of, steps_of
+from bench.rolling import Side, program_of, sites_of, steps_of
 from maskfx.ops.kernels.serves import SWITCH
-from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.cache.patch_changes import PatchChanges, boundary_taps
 from maskfx.runtime.cache.rolling import write_rows
@@ -95,6 +94,7 @@ def replacing(width: int, rounds: int) -> dict[str, harness.Figure]:
     """Replacing a step's rows, with and without summing their changes."""
     program = program_of(STRETCHES, width)
     [step, *_] = steps_of(program, REQUESTS, PATCHES)
+    sites = sites_of(program, [list(map(Mask, own)) for own in step.sites], PATCHES)
     found = {}
     for watched in (False, True):
         side = Side(program, REQUESTS, PATCHES, together=True)
@@ -102,11 +102,11 @@ def replacing(width: int, rounds: int) -> dict[str, harness.Figure]:
         for cache in side.caches if watched else ():
             changes = PatchChanges(PatchGrid((PATCHES,), 1), boundaries, STRETCHES)
             cache.block.watch(cache, changes)
-        frame = Frame(program.interface, Layout(step.sites, (1,) * REQUESTS))
         caches = dict(enumerate(side.caches))
 
-        def run(layout: Layout = frame.layout, caches: Any = caches) -> None:
-            write_rows(layout, caches, step.emitted)
+        def run(caches: Any = caches) -> None:
+            # the sites are found when rows are read, but their places are new in each step
+            write_rows(Layout(sites, (1,) * REQUESTS), caches, step.emitted)
             for cache in caches.values():
                 if cache.changes is not None:
                     cache.changes.read()

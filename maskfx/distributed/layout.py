@@ -68,6 +68,10 @@ class RankLayout(Layout):
 
     # Rows of a rank.
 
+    @property
+    def whole(self) -> bool:
+        return False
+
     def owners(self) -> Iterator[tuple[int, ActiveSites]]:
         """Yield the member and the sites of each batch element."""
         for member, (sites, batch) in enumerate(zip(self.sites, self.batches, strict=True)):

@@ -35,7 +35,7 @@ from maskfx.ops.low_rank import add_low_rank
 from maskfx.ops.native import cpu
 from maskfx.ops.norms import group_scale, scale_shift
 from maskfx.ops.picks import by_expert, choose, chosen, expert_product, pick_tokens
-from maskfx.ops.put import add_changes, put_rows, replace_rows
+from maskfx.ops.put import add_changes, put_all, put_rows, replace_all
 from maskfx.ops.sums import owner_product, site_extreme, site_mean, site_product
 from maskfx.ops.whole import run_whole, whole
 
@@ -62,8 +62,9 @@ __all__ = [
     "modulate",
     "norm_activation",
     "add_changes",
+    "put_all",
     "put_rows",
-    "replace_rows",
+    "replace_all",
     "window_product",
     "add_low_rank",
     "EXCHANGES",

@@ -234,7 +234,8 @@ def test_rolling_updates_are_measured(tmp_path: Path, capsys):
     assert rolling.main(["--quick", "--out", str(tmp_path)]) == 0
     assert "one by one" in capsys.readouterr().out
     result = json.loads((tmp_path / "rolling-quick.json").read_text())
-    assert [row["width"] for row in result["rows"]] == list(rolling.WIDTHS)
+    wanted = [(width, sets) for width in rolling.WIDTHS for sets in rolling.SETS]
+    assert [(row["width"], row["sets"]) for row in result["rows"]] == wanted
     for row in result["rows"]:
         assert row["written_bytes"] == 3 * 2 * 3 * 32 * 4 * row["width"]
         for parts in row["parts"].values():

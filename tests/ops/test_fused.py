@@ -89,10 +89,15 @@ def test_rows_are_written_in_place() -> None:
     ops.put_rows(target, torch.tensor([3, 0]), ROWS[:2])
     assert torch.equal(target[[3, 0]], ROWS[:2].half())
     assert not target[[1, 2, 4]].any()
-    found = torch.library.opcheck(
-        ops.put_rows, (target, torch.tensor([1]), ROWS[:1]), test_utils=("test_schema",)
-    )
-    assert set(found.values()) == {"SUCCESS"}
+    place, zero = torch.tensor([1]), torch.tensor([0])
+    about = [zero.repeat(5)], [place], [zero], [torch.zeros(1, 2)]
+    for operator, arguments in (
+        (ops.put_rows, (target, place, ROWS[:1])),
+        (ops.put_all, ([target], [place], [ROWS[:1]])),
+        (ops.replace_all, ([target], [place], [ROWS[:1]], *about)),
+    ):
+        found = torch.library.opcheck(operator, arguments, test_utils=("test_schema",))
+        assert set(found.values()) == {"SUCCESS"}
 
 
 def test_rows_of_4_bits() -> None:

@@ -165,16 +165,19 @@ KINDS = [(5,), (2, 3), ()]
 
 
 @pytest.mark.parametrize("shape", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_put_rows_is_the_plain_operator(
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+def test_put_all_is_the_plain_operator(
     shape: tuple[int, ...], dtype: torch.dtype, served: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, rows = (10 * numbers(8, *shape)).to(dtype), (9 * numbers(4, *shape, seed=1)).to(dtype)
-    wanted = target.clone()
-    plain_of("put_rows")(wanted, PLACES, rows)
+    targets = [(10 * numbers(8, *shape, seed=n)).to(dtype) for n in range(3)]
+    rows = [(9 * numbers(4, *shape, seed=9 - n)).to(dtype) for n in range(3)]
+    places = [PLACES, PLACES, PLACES.flip(0)]
+    wanted = [target.clone() for target in targets]
+    plain_of("put_all")(wanted, places, rows)
     refuse_plain(monkeypatch)
-    ops.put_rows(target, PLACES, rows)
-    assert torch.equal(target, wanted)
+    ops.put_all(targets, places, rows)
+    for found, own in zip(targets, wanted, strict=True):
+        assert torch.equal(found, own)
 
 
 TABLE = torch.tensor([0, 1, 0, 0, 1, 0, 0, 2])
@@ -182,54 +185,69 @@ SIZES, FIRSTS = torch.tensor([2, 0, 1, 1]), torch.tensor([1, 0, 2, -1])
 
 
 @pytest.mark.parametrize("shape", KINDS)
-def test_replace_rows_is_the_plain_operator(
+def test_replace_all_is_the_plain_operator(
     shape: tuple[int, ...], served: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, rows = numbers(8, *shape).float(), numbers(4, *shape, seed=1).float()
-    sums = numbers(5, 2, seed=2).float()
-    wanted, wanted_sums = target.clone(), sums.clone()
-    about = TABLE, SIZES, FIRSTS
-    plain_of("replace_rows")(wanted, PLACES, rows, *about, wanted_sums)
-    changed = (wanted_sums != sums).any(1).tolist()
+    targets = [numbers(8, *shape, seed=n).float() for n in range(2)]
+    rows = [numbers(4, *shape, seed=4 + n).float() for n in range(2)]
+    sums = [numbers(5, 2, seed=2).float(), numbers(5, 2, seed=3).float()]
+    begun = [own.clone() for own in sums]
+    wanted, wanted_sums = ([v.clone() for v in values] for values in (targets, sums))
+    places, about = [PLACES, PLACES.flip(0)], ([TABLE] * 2, [SIZES] * 2, [FIRSTS] * 2)
+    plain_of("replace_all")(wanted, places, rows, *about, wanted_sums)
+    changed = (wanted_sums[0] != begun[0]).any(1).tolist()
     assert changed == [False, True, True, False, True]  # the last row's request isn't watched
     refuse_plain(monkeypatch)
-    ops.replace_rows(target, PLACES, rows, *about, sums)
-    assert torch.equal(target, wanted)
-    torch.testing.assert_close(sums, wanted_sums)
+    ops.replace_all(targets, places, rows, *about, sums)
+    for n in range(2):
+        assert torch.equal(targets[n], wanted[n])
+        torch.testing.assert_close(sums[n], wanted_sums[n])
 
 
 @pytest.mark.parametrize(
     ("places", "sizes", "firsts"),
     [
         (PLACES + 1, SIZES, FIRSTS),
-        (PLACES - 1, SIZES, FIRSTS),
+        (PLACES - 5, SIZES, FIRSTS),
         (PLACES, SIZES, FIRSTS + 1),
         (PLACES, SIZES + 1, FIRSTS),
         (PLACES, SIZES // 2, FIRSTS),
     ],
 )
-def test_replace_rows_refuses_places_and_patches_that_are_not_there(
+def test_nothing_is_written_to_places_and_patches_that_are_not_there(
     places: Tensor, sizes: Tensor, firsts: Tensor, served: None
 ) -> None:
-    target, sums = torch.zeros(8, 2), torch.zeros(5, 2)
-    with pytest.raises(IndexError, match="beyond the 8 rows of the buffer or the 5 patches"):
-        ops.replace_rows(target, places, torch.ones(4, 2), TABLE, sizes, firsts, sums)
-    assert not target.any()
-    assert not sums.any()
+    """Neither to the buffer with the wrong places nor to the ones before it."""
+    targets, sums = torch.zeros(2, 8, 2), torch.zeros(2, 5, 2)
+    both, rows = [PLACES, places], list(torch.ones(2, 4, 2))
+    with pytest.raises(IndexError, match="beyond the rows of 2 buffers or the 5 patches"):
+        ops.replace_all(
+            list(targets), both, rows, [TABLE] * 2, [SIZES, sizes], [FIRSTS, firsts], list(sums)
+        )
     if places is not PLACES:
-        with pytest.raises(IndexError, match="beyond the 8 rows"):
-            ops.put_rows(target, places, torch.ones(4, 2))
+        with pytest.raises(IndexError, match="beyond the rows of 2 buffers"):
+            ops.put_all(list(targets), both, rows)
+    assert not targets.any()
+    assert not sums.any()
 
 
 def test_rows_that_c_does_not_serve_are_put_by_the_plain_operators(served: None) -> None:
     target, rows = torch.zeros(3, 8, 2)[:, ::2], torch.ones(2, 4, 2)  # not contiguous
-    ops.put_rows(target, torch.tensor([0, 2]), rows)
+    ops.put_all([target], [torch.tensor([0, 2])], [rows])
     assert target.sum((1, 2)).tolist() == [8, 0, 8]
     half, sums = torch.zeros(3, 4, dtype=torch.float16), torch.zeros(1, 2)
     one, zeros = torch.tensor([1]), torch.zeros(3, dtype=torch.long)
-    ops.replace_rows(half, one, torch.ones(1, 4).half(), zeros, one, zeros[:1], sums)
+    new = torch.ones(1, 4).half()
+    ops.replace_all([half], [one], [new], [zeros], [one], [zeros[:1]], [sums])
     assert half.sum(1).tolist() == [0, 4, 0]
     assert sums.tolist() == [[1, 0]]
+
+
+def test_no_buffer_and_no_rows_are_no_work(served: None) -> None:
+    ops.put_all([], [], [])
+    target, none = torch.ones(3, 2), torch.empty(0, dtype=torch.long)
+    ops.put_all([target], [none], [torch.empty(0, 2)])
+    assert target.eq(1).all()
 
 
 def refuse_plain(monkeypatch: pytest.MonkeyPatch) -> None:

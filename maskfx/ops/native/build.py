@@ -27,8 +27,8 @@ P, N, D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 ARGUMENTS = {
     "group_scale": (P, N, N, P, P, N, N, N, P, P, D, P),
     "scale_shift": (P, N, N, P, N, P, P),
-    "put_rows": (P, N, N, P, P, N),
-    "replace_rows": (P, N, N, P, P, N, P, P, P, N, P, N),
+    "put_all": (P, N),
+    "replace_all": (P, N),
 }
 
 

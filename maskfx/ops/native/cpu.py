@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,51 +73,79 @@ def scale_shift(rows: Tensor, scales: Tensor, owner: Tensor) -> Tensor:
     return out
 
 
-def put_rows(target: Tensor, index: Tensor, rows: Tensor) -> None:
-    lib, (count, *shape), (places, *wanted) = chosen(rows, target, index), rows.shape, target.shape
-    alike = rows.dtype == target.dtype and shape == wanted and index.shape == (count,)
-    if lib is None or not alike or index.dtype != torch.int64 or not count:
-        plain_of("put_rows")(target, index, rows)
-        return
-    nbytes = rows.nbytes // count
-    there = target.data_ptr(), places, nbytes, index.data_ptr()
-    if lib.put_rows(*there, rows.data_ptr(), count):
-        raise IndexError(f"places of rows point beyond the {places} rows of the buffer")
+def put_all(targets: list[Tensor], indices: list[Tensor], rows: list[Tensor]) -> None:
+    lib = serving(rows)
+    puts = [placed(*own) for own in zip(targets, indices, rows, strict=True)] if lib else [None]
+    if lib is None or None in puts:
+        plain_of("put_all")(targets, indices, rows)
+    elif lib.put_all(*packed([put for put in puts if put])):
+        raise IndexError(f"places of rows point beyond the rows of {len(targets)} buffers")
 
 
-def replace_rows(
-    target: Tensor,
-    index: Tensor,
-    rows: Tensor,
-    table: Tensor,
-    sizes: Tensor,
-    firsts: Tensor,
-    sums: Tensor,
+def replace_all(
+    targets: list[Tensor],
+    indices: list[Tensor],
+    rows: list[Tensor],
+    tables: list[Tensor],
+    sizes: list[Tensor],
+    firsts: list[Tensor],
+    sums: list[Tensor],
 ) -> None:
-    lib = chosen(rows, target, index, table, sizes, firsts, sums)
-    (count, *shape), (places, *wanted) = rows.shape, target.shape
-    kinds = rows.dtype == target.dtype == sums.dtype == torch.float32
-    whole = index.dtype == table.dtype == sizes.dtype == firsts.dtype == torch.int64
-    alike = shape == wanted and index.shape == (count,) and table.shape == (places,)
-    requests = sizes.shape[0]
-    if lib is None or not (kinds and whole and alike) or not rows.numel():
-        plain_of("replace_rows")(target, index, rows, table, sizes, firsts, sums)
-        return
-    assert firsts.shape[0] == requests, "the first patch of each request"
-    failed = lib.replace_rows(
-        *(target.data_ptr(), places, rows.numel() // count, index.data_ptr(), rows.data_ptr()),
-        *(count, table.data_ptr(), sizes.data_ptr(), firsts.data_ptr(), requests),
-        *(sums.data_ptr(), sums.shape[0]),
-    )
-    if failed:
+    lib, each = serving(rows), []
+    values = zip(targets, indices, rows, tables, sizes, firsts, sums, strict=True)
+    for target, index, new, table, size, first, own in values:
+        put = placed(target, index, new)
+        single = target.dtype == own.dtype == torch.float32 and own.is_contiguous()
+        if (
+            lib is None
+            or put is None
+            or not single
+            or not all(map(are_whole, (table, size, first)))
+        ):
+            plain_of("replace_all")(targets, indices, rows, tables, sizes, firsts, sums)
+            return
+        assert len(first) == len(size), "the first patch of each request"
+        assert len(table) == len(target), "the patch of each place"
+        about = table.data_ptr(), size.data_ptr(), first.data_ptr(), len(size)
+        each.append((*put, *about, own.data_ptr(), len(own)))
+    if lib is not None and lib.replace_all(*packed(each)):
         raise IndexError(
-            f"places or patches of {count} rows of requests of {sizes.tolist()} point beyond the "
-            f"{places} rows of the buffer or the {sums.shape[0]} patches"
+            f"places or patches of rows point beyond the rows of {len(targets)} buffers or the "
+            f"{len(sums[0])} patches, or requests have other numbers of rows"
         )
 
 
+def serving(rows: list[Tensor]) -> ctypes.CDLL | None:
+    """Return the C functions if they serve as many rows."""
+    many = torch.get_num_threads() > 1 and sum(own.numel() for own in rows) > MOST
+    return c_functions() if switched_on() and not many else None
+
+
+def placed(target: Tensor, index: Tensor, rows: Tensor) -> tuple[int, ...] | None:
+    """Return rows that C can write to places of a buffer; None if it can't.
+
+    Buffer, places, bytes of a row, which rows, the rows and their number.
+    """
+    places, count = len(target), len(index)
+    width = target.nbytes // places if places else 0
+    there = width and rows.dtype == target.dtype and rows.nbytes == width * count
+    if not (there and are_whole(index) and rows.is_contiguous() and target.is_contiguous()):
+        return None
+    return target.data_ptr(), places, width, index.data_ptr(), rows.data_ptr(), count
+
+
+def are_whole(values: Tensor) -> bool:
+    return values.dtype == torch.int64 and values.is_contiguous()
+
+
+def packed(structures: Sequence[tuple[int, ...]]) -> tuple[Any, int]:
+    """Return structures of 64-bit numbers as C reads them, and how many there are."""
+    numbers = [number for structure in structures for number in structure]
+    return (ctypes.c_int64 * len(numbers))(*numbers), len(structures)
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (group_scale, scale_shift, put_rows, replace_rows)
+    function.__name__: function for function in (group_scale, scale_shift, put_all, replace_all)
 }
 
 

@@ -105,58 +105,115 @@ int scale_shift(const float *rows, int64_t count, int64_t channels, const float 
 /* Whether all places are among so many. */
 static int are_places(const int64_t *index, int64_t count, int64_t places)
 {
+    int beyond = 0; /* the whole list is read, several places at once */
     for (int64_t i = 0; i < count; i++)
-        if (index[i] < 0 || index[i] >= places)
-            return 0;
-    return 1;
+        beyond |= (uint64_t)index[i] >= (uint64_t)places;
+    return !beyond;
 }
 
-/* Write rows of so many bytes to these places. Return -2 for places that aren't there. */
-int put_rows(char *target, int64_t places, int64_t bytes, const int64_t *index, const char *rows,
-             int64_t count)
+/* Rows that are written to places of a buffer. */
+struct put {
+    char *target;
+    int64_t places, bytes; /* of the buffer, and of a row */
+    const int64_t *index;
+    const char *rows;
+    int64_t count;
+};
+
+/* Copy rows of a size that is known here: the compiler copies small ones in a register. */
+#define COPY_ROWS(size)                                                                            \
+    for (int64_t i = 0; i < put->count; i++)                                                       \
+        memcpy(put->target + put->index[i] * (size), put->rows + i * (size), (size))
+
+/* Write the rows of several buffers. Return -2 for places that aren't there, before anything is
+ * written. */
+int put_all(const struct put *puts, int64_t buffers)
 {
-    if (!are_places(index, count, places))
-        return -2;
-    for (int64_t i = 0; i < count; i++)
-        memcpy(target + index[i] * bytes, rows + i * bytes, bytes);
+    const struct put *end = puts + buffers;
+    for (const struct put *put = puts; put < end; put++) {
+        const struct put *last = put - 1; /* adjacent buffers often share their places */
+        int same = put > puts && put->index == last->index && put->count == last->count &&
+                   put->places == last->places;
+        if (!same && !are_places(put->index, put->count, put->places))
+            return -2;
+    }
+    for (const struct put *put = puts; put < end; put++)
+        switch (put->bytes) {
+        case 1:
+            COPY_ROWS(1);
+            break;
+        case 2:
+            COPY_ROWS(2);
+            break;
+        case 4:
+            COPY_ROWS(4);
+            break;
+        case 8:
+            COPY_ROWS(8);
+            break;
+        default:
+            COPY_ROWS(put->bytes);
+        }
     return 0;
 }
 
-/* Write rows to these places, and add the mean absolute difference and the mean absolute value
- * before to the two sums of each row's patch: that of its place in `table`, counted from the first
- * of its request, which has so many rows; none if that is -1. Return -2 for places or patches that
- * aren't there, before anything is written. */
-int replace_rows(float *target, int64_t places, int64_t width, const int64_t *index,
-                 const float *rows, int64_t count, const int64_t *table, const int64_t *sizes,
-                 const int64_t *firsts, int64_t requests, float *sums, int64_t patches)
+/* Rows that replace those at places of a buffer. The mean absolute difference and the mean absolute
+ * value before are added to the two sums of each row's patch: that of its place in `table`, counted
+ * from the first of its request, which has so many rows; none if that is -1. */
+struct replace {
+    float *target;
+    int64_t places, bytes; /* of the buffer, and of a row */
+    const int64_t *index;
+    const float *rows;
+    int64_t count;
+    const int64_t *table, *sizes, *firsts;
+    int64_t requests;
+    float *sums;
+    int64_t patches;
+};
+
+/* Whether all places and patches are there, and the requests have all of the rows. */
+static int can_replace(const struct replace *own)
 {
     int64_t i = 0;
-    if (!are_places(index, count, places))
-        return -2;
-    for (int64_t q = 0; q < requests; q++)
-        for (int64_t stop = i + sizes[q]; i < stop; i++) {
-            if (i >= count)
-                return -2;
-            int64_t patch = firsts[q] + table[index[i]];
-            if (firsts[q] >= 0 && (patch < 0 || patch >= patches))
-                return -2;
+    if (!are_places(own->index, own->count, own->places))
+        return 0;
+    for (int64_t q = 0; q < own->requests; q++)
+        for (int64_t stop = i + own->sizes[q]; i < stop; i++) {
+            if (i >= own->count)
+                return 0;
+            int64_t patch = own->firsts[q] + own->table[own->index[i]];
+            if (own->firsts[q] >= 0 && (patch < 0 || patch >= own->patches))
+                return 0;
         }
-    if (i != count)
-        return -2;
-    i = 0;
-    for (int64_t q = 0; q < requests; q++)
-        for (int64_t stop = i + sizes[q]; i < stop; i++, rows += width) {
-            float *old = target + index[i] * width, change = 0, before = 0;
-            for (int64_t c = 0; c < width; c++) {
-                change += fabsf(rows[c] - old[c]);
-                before += fabsf(old[c]);
-                old[c] = rows[c];
+    return i == own->count;
+}
+
+/* Replace the rows of several buffers. Return -2 for places or patches that aren't there, before
+ * anything is written. */
+int replace_all(const struct replace *each, int64_t buffers)
+{
+    const struct replace *end = each + buffers;
+    for (const struct replace *own = each; own < end; own++)
+        if (!can_replace(own))
+            return -2;
+    for (const struct replace *own = each; own < end; own++) {
+        const float *rows = own->rows;
+        int64_t width = own->bytes / sizeof(float), i = 0;
+        for (int64_t q = 0; q < own->requests; q++)
+            for (int64_t stop = i + own->sizes[q]; i < stop; i++, rows += width) {
+                float *old = own->target + own->index[i] * width, change = 0, before = 0;
+                for (int64_t c = 0; c < width; c++) {
+                    change += fabsf(rows[c] - old[c]);
+                    before += fabsf(old[c]);
+                    old[c] = rows[c];
+                }
+                if (own->firsts[q] < 0)
+                    continue;
+                float *sum = own->sums + 2 * (own->firsts[q] + own->table[own->index[i]]);
+                sum[0] += change / width;
+                sum[1] += before / width;
             }
-            if (firsts[q] < 0)
-                continue;
-            float *sum = sums + 2 * (firsts[q] + table[index[i]]);
-            sum[0] += change / width;
-            sum[1] += before / width;
-        }
+    }
     return 0;
 }

@@ -121,8 +121,8 @@ class Frame:
             assert isinstance(source, Cached), "no other input has cached rows"
             # copied before the load begins, which reads it on a separate stream
             self.tables.bring(self._needed(name, source, members), self.device)
-            picks = self._picks_of(name, source)
-            job = partial(self._rows.pick, source.tap, picks, members, take_rows)
+            picks = partial(self._picks_of, name, source)
+            job = partial(self._rows.pick, source, picks, members, take_rows)
             out.append(LoadJob(name, nbytes, job))
         return out
 
@@ -204,7 +204,7 @@ class Frame:
                 own = (self.layout.index(m, s) for s in lane.segments for m in range(len(members)))
                 return [index for index in own if index is not None]
             case Halo() | Rest() | Loaded() | Kept() | RestShare():
-                if self._rows.shared(source.tap, self._picks_of(name, source), members):
+                if self._rows.shared(source, partial(self._picks_of, name, source), members):
                     return []  # the places are there already
                 picks = zip(members, self._picks_of(name, source), strict=True)
                 return [
@@ -247,7 +247,7 @@ class Frame:
                     kept = self._given[name] = (values, self.gather(values, lane))
                 return kept[1]
             case Halo() | Rest() | Loaded() | Kept() | RestShare():
-                return self._rows.pick(source.tap, self._picks_of(name, source), members)
+                return self._rows.pick(source, partial(self._picks_of, name, source), members)
             case RestStats(tap, segments):
                 return self._rows.stats(tap, segments, members)
             case RestSum(tap, segments):

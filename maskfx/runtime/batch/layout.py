@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from maskfx.ir.lanes import is_image
+from maskfx.ir.lru import LruCache
 from maskfx.ir.pyramid import Window
 from maskfx.ir.sources import (
     Cached,
@@ -34,7 +35,10 @@ from maskfx.ir.sources import (
     Weights,
 )
 from maskfx.runtime.batch.lines import line_table
+from maskfx.runtime.cache.places import Places
 from maskfx.runtime.sites.active import ActiveSites
+
+PLACES = 4  # members and places of their rows in buffers for which tables are kept
 
 
 @dataclass
@@ -48,10 +52,16 @@ class Layout:
 
     sites: tuple[ActiveSites, ...]
     batches: tuple[int, ...]
+    places: LruCache[object, Places] = field(default_factory=lambda: LruCache(PLACES))
     _indices: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
     _active: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
     _orders: dict[tuple[Any, ...], list[Tensor]] = field(default_factory=dict)
     _counts: dict[tuple[str, ...], list[tuple[int, ...]]] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        """Return True if the batch has all active rows of its members."""
+        return True
 
     def counts(self, segment: str) -> list[int]:
         """Return the number of active rows of each owner."""

@@ -14,16 +14,16 @@ from torch import Tensor
 from maskfx.errors import CacheError
 from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Interface
+from maskfx.ir.sources import Cached
 from maskfx.ops import wide
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.rows import index_rows
+from maskfx.runtime.cache.places import Picks
 from maskfx.runtime.cache.rows import Rows, RowSubset, RowTables, pick
 from maskfx.runtime.cache.shared_rows import SharedRows, shared_rows
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.devices import moved, read_here
-
-PLACES = 4096  # tables of rows in shared buffers that are kept
 
 
 @dataclass
@@ -43,7 +43,6 @@ class RecordedRows:
     tables: RowTables
     _stacks: dict[Any, Tensor] = field(default_factory=dict)
     _together: tuple[weakref.ref[Member], SharedRows | None] | None = None
-    _places: dict[tuple[int, bytes], Tensor] = field(default_factory=dict)
 
     def begin_step(self) -> None:
         """Forget the statistics of the last step."""
@@ -51,20 +50,27 @@ class RecordedRows:
 
     def pick(
         self,
-        tap: str,
-        picks: list[Tensor],
+        source: Cached,
+        picks: Picks,
         members: Sequence[Member],
         take: Callable[[Tensor, Tensor], Tensor] = index_rows,
     ) -> Tensor:
-        """Return the rows of a tap at each member's sites, one member after the other."""
-        shared = self.shared(tap, picks, members)
+        """Return the rows of a source, one member after the other.
+
+        Args:
+            source: The source.
+            picks: Returns the sites that it reads of each member.
+            members: The members.
+            take: Picks rows.
+        """
+        tap, shared = source.tap, self.shared(source, picks, members)
         if shared is not None:
             buffer, places = shared
             if len(places):
                 return moved(take(read_here(buffer), places), self.device)
             return self._nothing(tap)
         out = []
-        for member, index in zip(members, picks, strict=True):
+        for member, index in zip(members, picks(), strict=True):
             if member.cache is None or not len(index):  # the cache may lack the tap
                 continue
             kept = self.of(member.cache, tap)
@@ -81,23 +87,13 @@ class RecordedRows:
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def shared(
-        self, tap: str, picks: list[Tensor], members: Sequence[Member]
+        self, source: Cached, picks: Picks, members: Sequence[Member]
     ) -> tuple[Tensor, Tensor] | None:
         """Return the buffer with all members' rows of a tap, if one has them, and the places."""
         if self._together is None or self._together[0]() is not members[0]:
-            self._together = weakref.ref(members[0]), shared_rows([m.cache for m in members])
-        shared = self._together[1]
-        buffer = shared.block.rows.get(tap) if shared is not None else None
-        if shared is None or buffer is None:
-            return None
-        key, starts = shared.starts(tap)
-        places = self._places.get((id(picks), key))  # the frame holds the picks
-        if places is None:
-            if len(self._places) >= PLACES:
-                self._places.clear()
-            places = moved(shared.places(starts, picks), buffer.device)
-            self._places[id(picks), key] = places
-        return buffer, places
+            self._together = weakref.ref(members[0]), shared_rows(self.layout, members)
+        together = self._together[1]
+        return None if together is None else together.find(source, picks)
 
     def of(self, cache: StepCache, tap: str) -> Rows:
         """Return a cache's rows of a tap."""

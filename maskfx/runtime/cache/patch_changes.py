@@ -157,7 +157,7 @@ class ChangeMeter:
         table: Tensor,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what `maskfx.ops.replace_rows` takes after the rows of a tap."""
+        """Return what `maskfx.ops.replace_all` takes after the rows of a tap."""
         if self._sums is None:
             size = self._stretches + 1, int(self._starts[-1]), 2
             self._sums = torch.zeros(size, dtype=wide(dtype), device=table.device)

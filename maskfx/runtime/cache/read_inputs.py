@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskfx.ops import put_rows
+from maskfx.ops import put_all
 from maskfx.runtime.cache.patch_changes import ChangeMeter, boundary_taps, reading_sets
-from maskfx.runtime.cache.rolling import Batched, Places, RollingCache, RowBlock
+from maskfx.runtime.cache.places import Batched
+from maskfx.runtime.cache.rolling import RollingCache, RowBlock
 
 Floats = NDArray[np.floating[Any]]
 Sums = NDArray[np.float64]
@@ -47,12 +48,12 @@ class ReadInputs:
 
     def read(self, block: RowBlock, layout: Batched, caches: Mapping[int, RollingCache]) -> None:
         """Take the rows of the sites that stretches computed in a step, after these are written."""
-        places = Places(block, layout, caches)
+        places = block.places(layout, caches)
         for tap, segments in self.sets.items():
             rows = block.rows[tap]
-            target = places.of(segments, rows.device).target
+            target = places.written(segments).target
             if target.shape[0]:
-                put_rows(self.rows[tap], target, rows.index_select(0, target))
+                put_all([self.rows[tap]], [target], [rows.index_select(0, target)])
 
 
 @dataclass
@@ -67,7 +68,6 @@ class InputChanges:
     layout: Batched
     caches: Mapping[int, RollingCache]
     _meters: dict[int, ChangeMeter] = field(default_factory=dict)
-    _places: dict[int, Places] = field(default_factory=dict)
 
     def at(self, stretch: int, rows_of: Callable[[str], Tensor]) -> dict[int, Sums]:
         """Return, by member, (patches, 2) sums: changes of a stretch's input, and values before.
@@ -94,16 +94,15 @@ class InputChanges:
         stretch: int,
         rows_of: Callable[[str], Tensor],
     ) -> dict[int, Sums]:
-        if id(block) not in self._places:
-            self._places[id(block)] = Places(block, self.layout, caches)
+        if id(block) not in self._meters:
             self._meters[id(block)] = ChangeMeter(list(caches.values()), True)
-        places, meter = self._places[id(block)], self._meters[id(block)]
+        places, meter = block.places(self.layout, caches), self._meters[id(block)]
         assert block.inputs is not None, "members that compare inputs keep them"
         for tap, kept in block.inputs.rows.items():
             if meter.boundaries.get(tap) != stretch:
                 continue
             segments, new = block.interface.taps[tap].segments, rows_of(tap)
-            place = places.of(segments, new.device)
+            place = places.written(segments)
             table = block.patch_of.get(block.group_of(segments))
             if table is not None and place.target.shape[0]:
                 old = kept.index_select(0, place.target)

@@ -7,8 +7,9 @@ one scatter per tap.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,31 +19,19 @@ from torch import Tensor
 
 from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Interface
-from maskfx.ops import put_rows, replace_rows, wide
+from maskfx.ops import wide
 from maskfx.runtime.cache.free_ranges import FreeRanges
 from maskfx.runtime.cache.patch_changes import ChangeMeter, PatchChanges, patch_table
-from maskfx.runtime.cache.placement import Placement, placed, spans_of
+from maskfx.runtime.cache.placement import Placement
+from maskfx.runtime.cache.places import Batched, Group, Places, Regions
+from maskfx.runtime.cache.row_writes import RowWrites
 from maskfx.runtime.cache.rows import device_of
 from maskfx.runtime.cache.step_cache import StepCache, with_tensors
-from maskfx.runtime.devices import moved
+from maskfx.runtime.devices import CPU, moved
 from maskfx.runtime.sites.active import ActiveSites
 
-Group = tuple[str, ...]  # row sets without regions: their taps have equal numbers of rows
+NUMBERS = itertools.count()  # of blocks
 StatsKey = tuple[tuple[str, ...], int]
-
-
-class Batched(Protocol):
-    """The members of a batch: their sites, batch elements, active sites and rows per element."""
-
-    @property
-    def sites(self) -> Sequence[ActiveSites]: ...
-
-    @property
-    def batches(self) -> Sequence[int]: ...
-
-    def active(self, segments: tuple[str, ...]) -> Sequence[Tensor]: ...
-
-    def counts(self, segment: str) -> Sequence[int]: ...
 
 
 class Inputs(Protocol):
@@ -128,10 +117,10 @@ class RowBlock:
         self, interface: Interface, like: StepCache, counts: Mapping[Group, int], nbytes: int
     ) -> None:
         self.interface, self.nbytes = interface, nbytes
+        self.number, self.regions = next(NUMBERS), Regions(interface)
         self.own = 0  # bytes of outputs and sums, which requests hold on their own
         self.written = 0  # bytes of rows replaced so far
         self.taps, self.keys = set(like.rows), set(like.stats)
-        self._groups: dict[tuple[str, ...], Group] = {}
         self.free = {group: FreeRanges([(0, count)]) for group, count in counts.items()}
         self.empty = {group: list(free.ranges) for group, free in self.free.items()}
         self.rows, self.values = {}, {}
@@ -148,6 +137,11 @@ class RowBlock:
             self.values[key] = torch.empty(
                 count, width, dtype=stats.values.dtype, device=stats.total.device
             )
+
+    @property
+    def device(self) -> torch.device:
+        buffers = itertools.chain(self.rows.values(), self.values.values())
+        return next((buffer.device for buffer in buffers), CPU)
 
     @property
     def unused(self) -> bool:
@@ -196,15 +190,16 @@ class RowBlock:
             caches: The caches to write, by the number of the member; all hold rows of this block.
             emitted: The rows that the batch computed, by tap.
         """
-        places = Places(self, layout, caches)
+        places = self.places(layout, caches)
         norms: dict[StatsKey, list[Tensor]] = {}
+        writes = RowWrites()
         summed = {tap for cache in caches.values() for tap in cache.sums}
         meter = ChangeMeter(list(caches.values()))
         for tap, rows in zip(self.interface.taps.values(), emitted, strict=True):
             key = tap.segments, tap.stats
             if tap.name not in self.taps and key not in self.keys:
                 continue
-            place = places.of(tap.segments, rows.device)
+            place = places.written(tap.segments)
             if not place.target.shape[0]:
                 continue
             new = place.of(rows)
@@ -214,15 +209,15 @@ class RowBlock:
             buffer = self.rows[tap.name]
             if tap.name in summed:
                 self._add_sums(tap.name, place, new, list(caches.values()))
-            table = self.patch_of.get(self.group_of(tap.segments))
+            table = self.patch_of.get(self.regions.groups[tap.name])
+            sums: Sequence[Tensor] = ()
             if table is not None and meter.reads(tap.name):
                 sums = meter.sums_of(tap.name, tap.segments, place, table, new.dtype)
-                replace_rows(buffer, place.target, new, *sums)
-            else:
-                put_rows(buffer, place.target, new)
-            self.written += new.nbytes
+            writes.add(buffer, place, new, sums)
+        writes.run()
+        self.written += writes.nbytes
         for key, found in norms.items():
-            place = places.of(key[0], found[0].device)
+            place = places.written(key[0])
             self._write_stats(key, place, found, list(caches.values()))
         meter.finish()
         comparing = {n: cache for n, cache in caches.items() if cache.compares_inputs}
@@ -231,18 +226,26 @@ class RowBlock:
 
     def group_of(self, segments: tuple[str, ...]) -> Group:
         """Return the image segments without their regions."""
-        if segments not in self._groups:
-            self._groups[segments] = group_of(self.interface, segments)
-        return self._groups[segments]
+        return self.regions.group_of(segments)
 
-    def starts_of(self, group: Group, caches: Sequence[RollingCache]) -> NDArray[np.int64]:
+    def places(self, layout: Batched, caches: Mapping[int, RollingCache]) -> Places:
+        """Return where the rows of these members of a batch lie in the buffers."""
+        numbers, own = tuple(caches), list(caches.values())
+        starts = {group: self._starts_of(group, own) for group in own[0].starts}
+        key = self.number, numbers, *(found.tobytes() for found in starts.values())
+        return layout.places.find(
+            key, lambda: Places(self.regions, layout, numbers, starts, self.device)
+        )
+
+    def _starts_of(self, group: Group, caches: Sequence[RollingCache]) -> NDArray[np.int64]:
         """Return where the rows of each batch element of these caches start."""
         return np.array(
             [
                 cache.starts[group] + i * cache.totals[group]
                 for cache in caches
                 for i in range(cache.sizes["batch"])
-            ]
+            ],
+            np.int64,
         )
 
     def _add_sums(
@@ -293,75 +296,6 @@ class RowBlock:
         parts = zip(kept, change.split(batches), complete.split(batches), strict=True)
         for stats, part, all_new in parts:
             stats.total.mul_(~all_new[:, None]).add_(part)
-
-
-class Places:
-    """Where the rows that a batch computes lie in a block, by row set.
-
-    Args:
-        block: The block.
-        layout: The batch.
-        caches: The caches that hold rows of the block, by the number of the member.
-    """
-
-    def __init__(
-        self, block: RowBlock, layout: Batched, caches: Mapping[int, RollingCache]
-    ) -> None:
-        self._block, self._layout, self._caches = block, layout, caches
-        self._batches = [layout.batches[number] for number in caches]
-        repeated = zip(caches, self._batches, strict=True)
-        self._numbers = [n for n, batch in repeated for _ in range(batch)]
-        self._all = len(caches) == len(layout.batches)
-        self._starts: dict[Group, tuple[NDArray[np.int64], list[int]]] = {}
-        self._found: dict[tuple[str, ...], Placement] = {}
-
-    def of(self, segments: tuple[str, ...], device: torch.device) -> Placement:
-        """Return the places of a row set's rows, on the device of the rows."""
-        if segments not in self._found:
-            self._found[segments] = self._placement(segments, device)
-        return self._found[segments]
-
-    def _placement(self, segments: tuple[str, ...], device: torch.device) -> Placement:
-        layout, images = self._layout, list(filter(is_image, segments))
-        starts, totals = self._starts_of(self._block.group_of(segments))
-        parts: list[Tensor] = []
-        sizes: list[int] = []
-        source: list[tuple[int, int]] = []
-        at = 0
-        for segment in segments:
-            if not is_image(segment):
-                at += sum(layout.counts(segment))
-                continue
-            active = layout.active((segment,))
-            each = [index.shape[0] for index in active]
-            counts = [each[number] for number in self._numbers]
-            chosen = [active[number] for number in self._numbers]
-            before = images[: images.index(segment)]
-            if before:
-                shift = [sum(map(layout.sites[n].count, before)) for n in self._numbers]
-                parts.append(placed(chosen, counts, starts + np.array(shift)))
-            else:
-                parts.append(placed(chosen, counts, starts))
-            sizes += counts
-            rows = [count * n for count, n in zip(each, layout.batches, strict=True)]
-            spans = [(at, at + sum(rows))] if self._all else spans_of(rows, self._caches, at)
-            source += [span for span in spans if span[0] < span[1]]
-            at += sum(rows)
-        target = parts[0] if len(parts) == 1 else torch.cat(parts)
-        first = slice(*source[0]) if source else slice(0)
-        place = Placement(first, moved(target, device), sizes, self._batches, totals)
-        if len(source) < 2:
-            return place
-        index = torch.cat([torch.arange(*span) for span in source])
-        return replace(place, source=moved(index, device))
-
-    def _starts_of(self, group: Group) -> tuple[NDArray[np.int64], list[int]]:
-        """Return where the rows of each batch element start, and how many each member has."""
-        if group not in self._starts:
-            caches = list(self._caches.values())
-            totals = [cache.totals[group] for cache in caches]
-            self._starts[group] = self._block.starts_of(group, caches), totals
-        return self._starts[group]
 
 
 def write_rows(

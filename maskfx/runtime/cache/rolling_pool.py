@@ -17,8 +17,9 @@ from maskfx.ir.lanes import grid_segment
 from maskfx.ir.program import STRETCH, Interface, Program
 from maskfx.ir.sources import Halo, Kept, Loaded, Rest, RestStats, RestSum
 from maskfx.runtime.cache.patch_changes import PatchChanges, boundary_taps, reading_sets
+from maskfx.runtime.cache.places import Group
 from maskfx.runtime.cache.read_inputs import ReadInputs
-from maskfx.runtime.cache.rolling import Group, RollingCache, RowBlock, group_of
+from maskfx.runtime.cache.rolling import RollingCache, RowBlock, group_of
 from maskfx.runtime.cache.rows import tensors_of, whole
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache, changed
 from maskfx.runtime.sites.patches import PatchGrid

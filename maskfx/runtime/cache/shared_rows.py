@@ -3,58 +3,59 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from maskfx.runtime.cache.placement import placed
-from maskfx.runtime.cache.rolling import Group, RollingCache, RowBlock
+from maskfx.ir.sources import Cached
+from maskfx.runtime.cache.places import Batched, Picks
+from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
+
+
+class Reading(Protocol):
+    """A member of a batch: what it reads and replaces."""
+
+    @property
+    def cache(self) -> StepCache | None: ...
+
+    @property
+    def written(self) -> RollingCache | None: ...
 
 
 class SharedRows:
     """The rows of a batch's members, which lie in the buffers of one block.
 
-    Holds no cache, so that a cache without other references returns its rows to the pool.
+    Holds no cache and no buffer, so that these are freed when the requests end.
 
     Args:
-        caches: The cache of each member; None for members that read no rows.
+        layout: The batch.
+        caches: The caches of the members that read rows, by number.
     """
 
-    def __init__(self, caches: Sequence[StepCache | None]) -> None:
-        rolling = [cache for cache in caches if isinstance(cache, RollingCache)]
-        self.reading = [cache is not None for cache in caches]
-        self._caches = [weakref.ref(cache) for cache in rolling]
-        self._starts: dict[Group, tuple[bytes, NDArray[np.int64]]] = {}
-        self._repeats = [cache.sizes["batch"] for cache in rolling]
+    def __init__(self, layout: Batched, caches: Mapping[int, RollingCache]) -> None:
+        block = next(iter(caches.values())).block
+        self._block = weakref.ref(block)
+        self._places = block.places(layout, caches)
 
-    @property
-    def block(self) -> RowBlock:
-        first = self._caches[0]()
-        assert first is not None, "a step holds the caches of its members"
-        return first.block
-
-    def starts(self, tap: str) -> tuple[bytes, NDArray[np.int64]]:
-        """Return where each batch element's rows of a tap start, and a key of these places."""
-        block = self.block
-        group = block.group_of(block.interface.taps[tap].segments)
-        if group not in self._starts:
-            caches = [cache for known in self._caches if (cache := known()) is not None]
-            starts = block.starts_of(group, caches)
-            self._starts[group] = starts.tobytes(), starts
-        return self._starts[group]
-
-    def places(self, starts: NDArray[np.int64], picks: Sequence[Tensor]) -> Tensor:
-        """Return the places of these sites of each member in the buffers."""
-        read = [index for index, reads in zip(picks, self.reading, strict=True) if reads]
-        chosen = [index for index, n in zip(read, self._repeats, strict=True) for _ in range(n)]
-        return placed(chosen, [index.numel() for index in chosen], starts)
+    def find(self, source: Cached, picks: Picks) -> tuple[Tensor, Tensor] | None:
+        """Return the buffer of a source's tap and the places that it reads; None without one."""
+        block = self._block()
+        assert block is not None, "a step holds the caches of its members"
+        buffer = block.rows.get(source.tap)
+        return None if buffer is None else (buffer, self._places.read(source, picks))
 
 
-def shared_rows(caches: Sequence[StepCache | None]) -> SharedRows | None:
+def shared_rows(layout: Batched, members: Sequence[Reading]) -> SharedRows | None:
     """Return the rows of several members together if one block holds them."""
-    read = [cache for cache in caches if cache is not None]
-    blocks = {id(cache.block) if isinstance(cache, RollingCache) else None for cache in read}
-    return SharedRows(caches) if len(read) > 1 and len(blocks) == 1 and None not in blocks else None
+    caches: dict[int, RollingCache] = {}
+    for number, member in enumerate(members):
+        # a member that computes all sites reads nothing, but may replace rows
+        cache = member.written if member.cache is None else member.cache
+        if isinstance(cache, RollingCache):
+            caches[number] = cache
+        elif cache is not None:
+            return None
+    blocks = {id(cache.block) for cache in caches.values()}
+    return SharedRows(layout, caches) if len(caches) > 1 and len(blocks) == 1 else None

@@ -54,6 +54,11 @@ class ActiveSites:
     def full(self) -> bool:
         return self.mask is None
 
+    @property
+    def are_known(self) -> bool:
+        """Return True if the active sites of all regions can be read."""
+        return True
+
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """Return sizes and active-site counts; equal for requests with as many rows and keys."""
@@ -100,6 +105,21 @@ class ActiveSites:
                 found = self._base(level), self._number(self.pyramid.levels[level].region)
             self._places[segment] = found
         return found
+
+    def firsts(self, regions: Sequence[int]) -> list[int]:
+        """Return, for each region, the first one with the same sites; 0 is the mask."""
+        return [self._alike.get(region, 0) for region in regions]
+
+    def flags(self, base: str, regions: Sequence[int]) -> list[NDArray[np.bool_]]:
+        """Return which sites of a segment without a region are active, for each region."""
+        level = grid_level(base)
+        if padded(base) is not None:  # active with all sites of the image
+            return [np.full(self.count(base), self.full)] * len(regions)
+        if self.mask is None or (
+            level is not None and self.pyramid.levels[level].parent is not None
+        ):
+            return [self.mask_at((level, region)).flags for region in regions]
+        return [self.regions.get(region, self.mask).flags for region in regions]
 
     def _number(self, region: int) -> int:
         return self._alike.get(region, 0)

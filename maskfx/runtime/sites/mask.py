@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -18,15 +19,19 @@ class Mask:
     """An immutable boolean tensor in host memory; masks of equal shape and sites are equal.
 
     Args:
-        sites: The tensor, which is copied.
+        sites: The tensor, which is copied; `flags` are the same values, flattened.
     """
 
     def __init__(self, sites: Tensor) -> None:
         self.sites = sites.detach().cpu().clone(memory_format=torch.contiguous_format)
+        self.flags: NDArray[np.bool_] = self.sites.numpy().reshape(-1)
+        self._bytes: bytes | None = None
         self._levels: dict[tuple[Size, Size, Size, Size, Size], Mask] = {}
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Mask) and self._content == other._content)
+        if self is other or not isinstance(other, Mask):
+            return self is other
+        return self._content == other._content and self.shape == other.shape
 
     def __hash__(self) -> int:
         return hash(self._content)
@@ -37,9 +42,11 @@ class Mask:
     def __or__(self, other: Mask) -> Mask:
         return Mask(self.sites | other.sites)
 
-    @cached_property
+    @property
     def _content(self) -> bytes:
-        return repr(self.shape).encode() + np.packbits(self.sites.numpy()).tobytes()
+        if self._bytes is None:  # read for each stretch of each request
+            self._bytes = self.flags.tobytes()
+        return self._bytes
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,7 +54,7 @@ class Mask:
 
     @cached_property
     def count(self) -> int:
-        return int(self.sites.sum())
+        return int(np.count_nonzero(self.flags))
 
     @property
     def is_empty(self) -> bool:
@@ -63,12 +70,12 @@ class Mask:
     @cached_property
     def active(self) -> Tensor:
         """Return the indices of the active sites, in order."""
-        return self.sites.view(-1).nonzero()[:, 0]
+        return torch.from_numpy(np.flatnonzero(self.flags))
 
     @cached_property
     def rest(self) -> Tensor:
         """Return the indices of the inactive sites, in order."""
-        return (~self.sites).view(-1).nonzero()[:, 0]
+        return torch.from_numpy(np.flatnonzero(~self.flags))
 
     @cached_property
     def everywhere(self) -> Mask:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from maskfx.ir.pyramid import Pyramid
 from maskfx.runtime.sites.active import ActiveSites
@@ -30,6 +30,11 @@ class StretchSites(ActiveSites):
         """Return the sizes alone, since the sites aren't known before the step."""
         return tuple(self.sizes.values())
 
+    @property
+    def are_known(self) -> bool:
+        """Return True if the last stretch is chosen, and with it the mask."""
+        return 0 in self._chosen
+
     def choose(self, region: int, sites: Mask) -> None:
         """Set the active sites of a region; 0 stands for the mask, the sites of the output."""
         assert region not in self._chosen, f"the sites of region {region} were chosen before"
@@ -43,6 +48,10 @@ class StretchSites(ActiveSites):
 
     def chosen(self, region: int) -> Mask:
         return self._chosen[region]
+
+    def firsts(self, regions: Sequence[int]) -> list[int]:
+        """Return, for each region, the first one with the same sites; all have to be chosen."""
+        return list(map(self._number, regions))
 
     def _number(self, region: int) -> int:
         assert region in self._chosen, f"the sites of region {region} are read before their choice"
