@@ -23,7 +23,7 @@ class Composition(NamedTuple):
 
     steps: float = 1.0  # the same in each step: its coefficient is the cost of any step
     requests: float = 0.0
-    firsts: float = 0.0  # requests among them that make their first step
+    firsts: float = 0.0  # edits and recordings among them that make their first step
     reuses: float = 0.0  # requests among them that reuse patches, and compute some
     sizes: float = 0.0  # distinct sizes of pictures
     edit_sites: float = 0.0
@@ -41,7 +41,7 @@ class Composition(NamedTuple):
             sites[member.kind] += member.weighted
         return Composition(
             requests=float(len(members)),
-            firsts=float(sum(member.first for member in members)),
+            firsts=float(sum(m.first and prepares(m.kind) for m in members)),
             reuses=float(sum(member.kind is StepKind.REUSE for member in members)),
             sizes=float(len({member.whole for member in members})),
             edit_sites=sites[StepKind.EDIT],
@@ -50,6 +50,14 @@ class Composition(NamedTuple):
             reuse_sites=sites[StepKind.REUSE],
             pairs=float(sum(member.attended for member in members)),
         )
+
+
+def prepares(kind: StepKind) -> bool:
+    """Whether the first step of a run builds what later ones read; one by the module doesn't.
+
+    A run that reuses patches begins with such steps.
+    """
+    return kind in (StepKind.EDIT, StepKind.RECORD)
 
 
 def expected(batch: Sequence[Work]) -> Composition:

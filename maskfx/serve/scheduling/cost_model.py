@@ -6,10 +6,10 @@ A step of a ragged batch (members with different site counts) takes
 
 while its templates' rows load. m of the n members reuse patches, `sizes` is the number of distinct
 picture sizes, `per_site` depends on what a member computes (`StepKind`), and sites are counted over
-guidance branches, and weighted by level where the levels are known. The first step of each request
-takes `per_first` longer. All but the sizes are sums over the batch's members, so `part` returns a
-member's share of each, which routers and schedulers add up. `joint` makes the seconds of a step of
-the sums:
+guidance branches, and weighted by level where the levels are known. The first step of an edit or a
+recording takes `per_first` longer. All but the sizes are sums over the batch's members, so `part`
+returns a member's share of each, which routers and schedulers add up. `joint` makes the seconds of a
+step of the sums:
 loading overlaps with computing, and where loading takes longer, the batch's plan computes part of
 what it would load. Knows nothing of clocks, files or queues.
 """
@@ -27,7 +27,7 @@ from maskfx.errors import InputError
 from maskfx.runtime.planner.least_squares import Floats
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.messages import LoadFacts, Stepped
-from maskfx.serve.scheduling.composition import Composition
+from maskfx.serve.scheduling.composition import Composition, prepares
 from maskfx.serve.scheduling.load import StepCosts, TemplateTier, Work
 from maskfx.serve.scheduling.regression import ObservationWindow
 from maskfx.serve.scheduling.step_fit import StepFit
@@ -81,7 +81,7 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     base: Seconds
     per_request: Seconds
     per_site: Seconds  # of an edit
-    per_first: Seconds = 0.0  # of a request's first step, besides `per_request`
+    per_first: Seconds = 0.0  # of the first step of an edit or a recording, besides the others
     per_reuse: Seconds = 0.0  # of requests that reuse patches, besides `per_request`
     per_size: Seconds = 0.0  # of distinct picture sizes
     per_dense_site: Seconds | None = None  # None, here and below: as of an edit
@@ -153,7 +153,8 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def around(self, work: Work) -> float:
         """Return the seconds outside of the steps, and what the first step takes longer."""
-        return self.around_base + self.around_per_site * work.whole + self.per_first
+        first = self.per_first * prepares(work.kind)
+        return self.around_base + self.around_per_site * work.whole + first
 
     def recording(self, work: Work, tier: TemplateTier) -> float:
         """Return the seconds to load or record a template before the first step.

@@ -46,7 +46,7 @@ def test_a_composition_counts_requests_sizes_sites_and_pairs() -> None:
         [
             StepMember(StepKind.EDIT, 100, 576, 2),
             StepMember(StepKind.EDIT, 50, 1024, first=True),
-            StepMember(StepKind.DENSE, 576, 576),
+            StepMember(StepKind.DENSE, 576, 576, first=True),
             StepMember(StepKind.RECORD, 1024, 1024),
             StepMember(StepKind.REUSE, 300, 1024),
         ]
@@ -120,9 +120,11 @@ def test_what_first_steps_take_longer_is_found_and_added_once() -> None:
             msgspec.structs.replace(member, first=(number + place) % 5 == 0)
             for place, member in enumerate(members_of(batch))
         ]
-        firsts = sum(member.first for member in members)
+        firsts = Composition.of(members).firsts
         fit.add(Composition.of(members), TRUTH.step(batch) + TRUTH.per_first * firsts)
     assert fit.fit().firsts == pytest.approx(TRUTH.per_first, rel=0.05)
     without = msgspec.structs.replace(TRUTH, per_first=0.0)
     work = Work(30, 576, 5)
     assert TRUTH.solo(work) - without.solo(work) == pytest.approx(TRUTH.per_first)
+    dense = replace(work, kind=StepKind.DENSE)
+    assert TRUTH.solo(dense) == without.solo(dense)
