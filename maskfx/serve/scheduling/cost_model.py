@@ -8,8 +8,8 @@ while its templates' rows load. m of the n members reuse patches, `sizes` is the
 picture sizes, `per_site` depends on what a member computes (`StepKind`), and sites are counted over
 guidance branches, and weighted by level where the levels are known. The first step of an edit or a
 recording takes `per_first` longer. All but the sizes are sums over the batch's members, so `part`
-returns a member's share of each, which routers and schedulers add up. `joint` makes the seconds of a
-step of the sums:
+returns a member's share of each, which routers and schedulers add up. `joint` makes the seconds of
+a step of the sums:
 loading overlaps with computing, and where loading takes longer, the batch's plan computes part of
 what it would load. Knows nothing of clocks, files or queues.
 """
