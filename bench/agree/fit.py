@@ -115,8 +115,9 @@ def fitted(crowded: Sequence[Note], single: Sequence[Course], origin: str) -> Fi
     alone = FittedCosts(
         base=0, per_request=0, per_site=0, around_base=around_base, around_per_site=around_per_site
     )
+    # what first steps take longer is in `around`, which is fitted to when they end
     return FittedCosts(
-        **dict(zip(COEFFICIENTS, steps, strict=True)),
+        **(dict(zip(COEFFICIENTS, steps, strict=True)) | {"per_first": 0.0}),
         around_base=around_base,
         around_per_site=around_per_site,
         around_beside=beside(crowded, alone, share),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from maskfx.runtime.planner.least_squares import Floats
@@ -72,19 +73,31 @@ def windowed(start: Sequence[float], rows: Floats, seconds: Floats) -> Floats:
 
 
 class Served:
-    """The server's: linear in the composition."""
+    """The server's: linear in the composition.
 
-    def __init__(self) -> None:
-        self._found = np.zeros(0)
+    Args:
+        firsts: Whether first steps are told apart.
+        levels: Whether sites are weighted by the FLOPs of their levels.
+    """
+
+    def __init__(self, *, firsts: bool = True, levels: bool = True) -> None:
+        self._found, self._firsts, self._levels = np.zeros(0), firsts, levels
+
+    def _row(self, step: Members) -> Composition:
+        if not self._firsts:
+            step = [msgspec.structs.replace(member, first=False) for member in step]
+        if not self._levels:
+            step = [msgspec.structs.replace(m, work=None, pairs=None) for m in step]
+        return Composition.of(step)
 
     def fit(self, steps: Sequence[Members], seconds: Floats) -> None:
         fit = StepFit(START.coefficients, len(steps))
         for step, took in zip(steps, seconds, strict=True):
-            fit.add(Composition.of(step), float(took))
+            fit.add(self._row(step), float(took))
         self._found = np.array(fit.fit(drift=False))
 
     def predict(self, steps: Sequence[Members]) -> Floats:
-        said: Floats = np.array([Composition.of(step) for step in steps]) @ self._found
+        said: Floats = np.array([self._row(step) for step in steps]) @ self._found
         return said
 
 
@@ -134,6 +147,9 @@ def predictors(sizes: Sequence[int]) -> dict[str, Callable[[], Predictor]]:
         "requests and sites": SitesOnly,
         "requests, sites and pairs": SitesAndPairs,
         "composition, linear": Served,
+        "without levels": lambda: Served(levels=False),
+        "without first steps": lambda: Served(firsts=False),
+        "without both": lambda: Served(firsts=False, levels=False),
         "SVR, the paper's features": lambda: SupportVectors(sizes, full=False),
         "SVR, composition": lambda: SupportVectors(sizes, full=True),
     }

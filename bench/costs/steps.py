@@ -1,13 +1,12 @@
 """Runs batches of random composition on a shipped model, and reports what each step took.
 
 Owns the requests and the engine; knows nothing of predictions. CPU seconds are those of the
-engine's thread, which computes the steps: with one thread for operators (OMP_NUM_THREADS=1) they
-don't contain what other programs of the machine take.
+thread that computes the step, from its start to its end: with one thread for operators
+(OMP_NUM_THREADS=1) they don't contain what other programs of the machine take.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,10 +23,13 @@ from bench.masks import strokes
 from maskfx.engine.engine import Engine
 from maskfx.engine.step_runner import Step
 from maskfx.engine.ticket import Ticket
+from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.quality import Quality
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.messages import StepMember
+from maskfx.serve.models.model_counters import shares_of
+from maskfx.serve.models.pipeline_model import members_of
 from maskfx.shipped import reference
 
 SITE = 8  # pixels
@@ -81,7 +83,7 @@ class Bed:
         quality = replace(Quality.of("all-steps"), patches=0.1)
         maskfx.compile(self.pipe, tiers=Tiers(host_bytes=HOST_BYTES), quality=quality)
         self.seen: list[StepSeen] = []
-        self._run, self._cpu = -1, 0.0
+        self._run = -1
         policy = maskfx.BatchPolicy(patience=TOGETHER, batch=most)
         self.engine = Engine(policy, running=most, told=self._told)
         self._ready()
@@ -92,6 +94,8 @@ class Bed:
             for kind in (StepKind.RECORD, StepKind.EDIT, StepKind.DENSE, StepKind.REUSE):
                 self._submit(Asked(kind, pixels, 0.1), number=0).result()
         self.seen.clear()
+        for denoiser in pipeline_state_of(self.pipe).denoisers.values():
+            denoiser.level_shares = shares_of(denoiser, across := max(SIZES) // SITE, across)
         self._kept = {stored.name for stored in self.pipe.templates()}
 
     def run(self, number: int, composition: Sequence[Asked]) -> None:
@@ -108,13 +112,7 @@ class Bed:
         self.engine.close()
 
     def _told(self, step: Step) -> None:
-        now = time.thread_time()
-        members = [
-            StepMember(m.kind, m.sites, m.whole // max(1, m.samples), m.samples)
-            for m in step.members
-        ]
-        self.seen.append(StepSeen(self._run, members, step.seconds, now - self._cpu))
-        self._cpu = now
+        self.seen.append(StepSeen(self._run, members_of(step), step.seconds, step.cpu))
 
     def _submit(self, asked: Asked, number: int) -> Ticket:
         self._calls += 1

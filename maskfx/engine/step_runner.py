@@ -35,6 +35,7 @@ class Step:
     bubble: float = 0.0  # seconds in which compute waited for cached rows
     members: tuple[StepMember, ...] = ()  # what each request computed
     degree: int = 1  # ranks that computed it
+    cpu: float = 0.0  # seconds of the processor in the thread that computed it
 
     @property
     def ended(self) -> float:
@@ -118,7 +119,7 @@ class StepRunner:
         """
         denoisers = {c.denoiser for p in parked for c in p.calls}
         waited = sum(d.waited for d in denoisers)
-        began = time.perf_counter()
+        began, before = time.perf_counter(), time.thread_time()
         try:
             calls = [call for p in parked for call in p.calls]
             execute(calls, True, executors or self.executor, self._threads)
@@ -126,13 +127,13 @@ class StepRunner:
             log.exception("a step failed as a whole")
             for p in parked:
                 p.error = error
-        ended = time.perf_counter()
+        ended, cpu = time.perf_counter(), time.thread_time() - before
         gathered = began - min(p.at for p in parked)
         bubble = sum(d.waited for d in denoisers) - waited
         members = tuple(p.member() for p in parked)
         sites = sum(member.sites for member in members)
         took = ended - began
-        step = Step(len(parked), began, gathered, took, sites, bubble, members, degree)
+        step = Step(len(parked), began, gathered, took, sites, bubble, members, degree, cpu)
         self.steps.append(step)
         for p, member in zip(parked, members, strict=True):
             p.ticket.steps += 1

@@ -12,6 +12,7 @@ from math import inf
 from typing import Any
 
 from maskfx.errors import Cancelled, DeadlineMissed
+from maskfx.ir.level_shares import MaskWork
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.runtime.cpu_threads import give_back
 from maskfx.runtime.reuse.patch_calls import PatchCounts
@@ -120,12 +121,16 @@ class StepMember:
         samples: number of pictures, one per guidance branch.
         sites: number of sites computed.
         whole: number of all sites.
+        first: whether it is the first step of its run, which prepares tables and texts.
+        work: what the sites take at all levels, if it is known.
     """
 
     kind: StepKind
     samples: int
     sites: int
     whole: int
+    first: bool = False
+    work: MaskWork | None = None
 
 
 @dataclass(eq=False)
@@ -149,7 +154,10 @@ class ParkedCalls:
         samples, sites, whole = (
             sum(getattr(call, name) for call in own) for name in ("samples", "sites", "whole")
         )
-        return StepMember(self.calls[-1].kind, samples, sites, whole)
+        works = [call.work for call in own if call.work is not None]
+        work = MaskWork(*map(sum, zip(*works, strict=True))) if len(works) == len(own) else None
+        first = self.calls[-1].step == 0
+        return StepMember(self.calls[-1].kind, samples, sites, whole, first, work)
 
 
 def tell(told: Callable[[Any], None], what: object) -> None:

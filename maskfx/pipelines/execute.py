@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 
 from maskfx.errors import CacheError, NumberError
 from maskfx.ir import progress
+from maskfx.ir.level_shares import MaskWork
 from maskfx.ops import wide
 from maskfx.pipelines.batches import batch_of, picture_of
 from maskfx.pipelines.call_handler import CallPart
-from maskfx.pipelines.computed_sites import kind_of, sites_of
+from maskfx.pipelines.computed_sites import kind_of, mask_work, sites_of
 from maskfx.pipelines.interception import bars_disabled
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.stand_in import running
@@ -188,6 +189,11 @@ def count_sites(members: Sequence[StepMember]) -> None:
     """Set the number of sites that a call computes; it is known in full after its step."""
     call = members[0].call
     call.sites = sum(sites_of(member.step, call.run.active)[0] for member in members)
+    shares = call.denoiser.level_shares
+    works = [mask_work(member.step, shares, call.run.mask) for member in members]
+    known = [work for work in works if work is not None]
+    if len(known) == len(works):
+        call.work = MaskWork(*map(sum, zip(*known, strict=True)))
 
 
 def run_parts(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx.ir.late import LateTensor
+from maskfx.ir.level_shares import MaskWork
 from maskfx.ir.module_settings import Switches
 from maskfx.ir.values import copy_of, made_object
 from maskfx.pipelines.autoencoder import AutoencoderCalls
@@ -56,7 +57,7 @@ from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times, times_of
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.sample_arguments import count_listed, join_results, select_sample
-from maskfx.runtime.sites.mask import MaskCache
+from maskfx.runtime.sites.mask import Mask, MaskCache
 from maskfx.runtime.step_kinds import StepKind
 
 Execute = Callable[[list["DenoiserCall"]], None]
@@ -81,6 +82,7 @@ class DenoiserCall:
     whole: int = 0  # number of all its sites
     samples: int = 0  # number of pictures that its steps compute, guidance branches included
     kind: StepKind = StepKind.DENSE  # of its last step
+    work: MaskWork | None = None  # of these sites at all levels, if it is known
     running: Future[None] | None = None  # done when it has values or an error; None: not elsewhere
     shape: ShapeKey | None = None  # of its inputs
     late: bool = False  # whether nothing of its own step waits for it
@@ -267,7 +269,11 @@ class PipelineRun:
 
     def active(self, mask: Tensor) -> int:
         """Return the number of active sites of a mask."""
-        return self._masks.of(mask).count
+        return self.mask(mask).count
+
+    def mask(self, sites: Tensor) -> Mask:
+        """Return a mask; the same one for as long as its sites are unchanged."""
+        return self._masks.of(sites)
 
     @property
     def _follows(self) -> bool:

@@ -18,6 +18,7 @@ from maskfx.compiler.capture.roles import Roles
 from maskfx.compiler.compile import Compilation
 from maskfx.config import Settings
 from maskfx.errors import MissingRequest
+from maskfx.ir.level_shares import LevelShare
 from maskfx.ir.program import STRETCH, Program, Region
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
@@ -88,6 +89,7 @@ class CompiledDenoiser:
         )
         self._lock = threading.RLock()  # forget() waits until the running step ends
         self.planner: Planner | None = None
+        self.level_shares: tuple[LevelShare, ...] = ()  # of its FLOPs, for predictions of costs
         if example_inputs is not None:
             self._changes.choose()
             self._validator.inputs(example_inputs)

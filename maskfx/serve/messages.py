@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from maskfx.ir.level_shares import LevelShare
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.request import Request
 
@@ -93,6 +94,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     strength: float | None = None
     on_disk: dict[str, int] = {}  # bytes of the readable templates on disk, by name
     patches: bool = False  # whether requests reuse patches by default
+    levels: tuple[LevelShare, ...] = ()  # what a mask's sites take; empty: the same at each site
     loads: LoadFacts | None = None  # None: rows lie in the memory that it computes in
     node: str = ""  # of the cluster, if there is one
     disk: str = ""  # identifies the directory of templates; equal for workers that share it
@@ -112,6 +114,17 @@ class StepMember(msgspec.Struct, frozen=True, array_like=True):
     sites: int  # computed, over its guidance branches
     whole: int  # of its picture
     samples: int = 1  # guidance branches
+    first: bool = False  # of its run
+    work: float | None = None  # `sites` weighted by the FLOPs of their levels; None: alike
+    pairs: float | None = None  # the same of sites and those that they attend to
+
+    @property
+    def weighted(self) -> float:
+        return self.sites if self.work is None else self.work
+
+    @property
+    def attended(self) -> float:
+        return self.sites * self.whole if self.pairs is None else self.pairs
 
 
 class Logged(msgspec.Struct, frozen=True, tag="logged"):

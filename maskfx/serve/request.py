@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from maskfx.ir.level_shares import LevelShare
+
 Pixels = NDArray[np.uint8]  # (height, width, 3)
 Mask = NDArray[np.bool_]  # (height, width), True = edit
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"  # only such names can reach the file system
@@ -205,6 +207,7 @@ class Card:
     every: int = 1  # an edit computes about every n-th step
     strength: float | None = None  # default of an edit
     patches: bool = False  # whether patches are reused across steps unless a request turns that off
+    levels: tuple[LevelShare, ...] = ()  # what a mask's sites take; empty: the same at each site
 
 
 class ModelState(Enum):

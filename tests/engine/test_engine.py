@@ -26,6 +26,7 @@ from maskfx.engine.placement import InEngineLoop, InRequestThreads, Placement
 from maskfx.engine.step_runner import Step
 from maskfx.engine.ticket import AnsweredStep, Ticket, TicketState
 from maskfx.errors import Busy, Cancelled, Closed, DeadlineMissed, InputError, NumberError
+from maskfx.ir.level_shares import LevelShare
 from maskfx.pipelines.compile import pipeline_state_of, share_denoisers
 from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime import cpu_threads, executor
@@ -530,6 +531,32 @@ def test_each_step_is_told_with_its_sites() -> None:
     assert all(0 < step.bubble < step.seconds for step in told), "rows are picked in every step"
     assert edit.sites == sum(step.sites for step in told)
     assert edit.whole == both * height * width * len(told)
+    assert [member.first for step in told for member in step.members] == [True, False, False, False]
+    assert all(step.cpu > 0 for step in told)
+    assert {member.work for step in told for member in step.members} == {None}
+
+
+def test_members_have_their_work_at_all_levels_where_its_shares_are_known() -> None:
+    told: list[Step] = []
+    pipe = pipeline()
+    pipe(**call(30))  # captured, and its template is there
+    [denoiser] = pipeline_state_of(pipe).denoisers.values()
+    denoiser.level_shares = (
+        LevelShare(per_site=1.0, per_pair=0.0),
+        LevelShare(parent=0, divide=(2, 2), per_site=100.0, per_pair=1.0),
+    )
+    try:
+        with maskfx.Engine(told=told.append) as engine:
+            engine.submit(pipe, **call(30)).result(60)
+    finally:
+        denoiser.level_shares = ()
+    rows, columns = range(3, 8), range(1, 8)  # the mask's sites
+    coarse = len({y // 2 for y in rows}) * len({x // 2 for x in columns})
+    both, work = 2, told[0].members[0].work
+    assert told[0].sites == both * len(rows) * len(columns)
+    assert work is not None
+    assert work.sites == both * (len(rows) * len(columns) + 100 * coarse)
+    assert work.pairs == both * coarse * (4 * 6)
 
 
 def test_a_template_is_recorded_in_the_engines_steps(engine: maskfx.Engine) -> None:

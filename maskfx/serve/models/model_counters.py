@@ -1,15 +1,21 @@
-"""What a worker reports of its model beside the cache: LoRAs, rounds, and the loads of rows."""
+"""What a worker reports of its model beside the cache: LoRAs, rounds, loads of rows, levels."""
 
 from __future__ import annotations
+
+import logging
 
 import structlog
 
 from maskfx.engine.engine import Engine
+from maskfx.ir.level_shares import LevelShare
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.level_shares import level_shares
 from maskfx.runtime.lora.registry import Adapters
 from maskfx.serve.messages import LoadFacts
 from maskfx.serve.models.pipeline_set import PipelineSet
 
+log = logging.getLogger(__name__)
 events = structlog.get_logger(__name__)  # of the server: shown on standard error
 
 
@@ -44,3 +50,29 @@ def load_facts(family: PipelineSet) -> LoadFacts | None:
             facts = LoadFacts(trade.bandwidth, trade.loaded, trade.avoidable, trade.per_byte)
             found.append((trade.nbytes, facts))
     return max(found, key=lambda one: one[0], default=(0.0, None))[1]
+
+
+def weigh_levels(family: PipelineSet, site: int) -> tuple[LevelShare, ...]:
+    """Give each denoiser the shares of its levels; return those of the one that computes most.
+
+    They are counted at the model's usual size, in sites of this many pixels.
+    """
+    width, height = (max(1, side // site) for side in family.size())
+    members = {id(m): m for m in (family.editor, family.generator) if m is not None}
+    found: list[tuple[int, tuple[LevelShare, ...]]] = []
+    for member in members.values():
+        for denoiser in pipeline_state_of(member.pipe).denoisers.values():
+            denoiser.level_shares = shares_of(denoiser, height, width)
+            weights = sum(weight.numel() for weight in denoiser.module.parameters())
+            found.append((weights, denoiser.level_shares))
+    return max(found, key=lambda one: one[0], default=(0, ()))[1]
+
+
+def shares_of(denoiser: CompiledDenoiser, height: int, width: int) -> tuple[LevelShare, ...]:
+    """Return the shares of a denoiser's levels; () if they aren't known."""
+    for program in denoiser.programs.values():
+        try:
+            return level_shares(program, height, width)
+        except Exception:
+            log.info("the FLOPs of a denoiser's levels aren't known", exc_info=True)
+    return ()

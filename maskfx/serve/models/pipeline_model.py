@@ -29,7 +29,12 @@ from maskfx.serve.models.helper_choice import helper_pays
 from maskfx.serve.models.job_errors import failed, is_lost
 from maskfx.serve.models.job_runner import JobRunner, JobState
 from maskfx.serve.models.model import Lost, Made, Tell
-from maskfx.serve.models.model_counters import adapter_counts, load_facts, round_counts
+from maskfx.serve.models.model_counters import (
+    adapter_counts,
+    load_facts,
+    round_counts,
+    weigh_levels,
+)
 from maskfx.serve.models.model_parts import (
     adapters_of,
     check_denoisers,
@@ -100,6 +105,7 @@ class PipelineModel:
             self.engine.close()
             raise
         self.loads = load_facts(family)
+        self.levels = weigh_levels(family, warmth.site)
         give_back()  # warm-up left an OpenMP pool on this thread, which no longer computes
         self._warm = True
         self.runner = JobRunner(family, self.engine, warmth, tell)
@@ -148,6 +154,7 @@ class PipelineModel:
             strength=None if editor is None else editor.signature.number("strength"),
             patches=quality.patches is not None,
             on_disk=self.recordings.on_disk(),
+            levels=self.levels,
             loads=self.loads,
         )
 
@@ -304,5 +311,14 @@ class PipelineModel:
 def members_of(step: Step) -> list[StepMember]:
     """Return what a step's requests computed, for the cost model."""
     return [
-        StepMember(m.kind, m.sites, m.whole // max(1, m.samples), m.samples) for m in step.members
+        StepMember(
+            m.kind,
+            m.sites,
+            m.whole // max(1, m.samples),
+            m.samples,
+            m.first,
+            None if m.work is None else m.work.sites,
+            None if m.work is None else m.work.pairs,
+        )
+        for m in step.members
     ]

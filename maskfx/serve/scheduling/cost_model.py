@@ -2,12 +2,14 @@
 
 A step of a ragged batch (members with different site counts) takes
 
-    base + per_size sizes + per_request n + per_reuse m + sum(sites (per_site + per_pair whole))
+    base + per_size sizes + per_request n + per_reuse m + sum(per_site sites + per_pair pairs)
 
 while its templates' rows load. m of the n members reuse patches, `sizes` is the number of distinct
 picture sizes, `per_site` depends on what a member computes (`StepKind`), and sites are counted over
-guidance branches. All but the sizes are sums over the batch's members, so `part` returns a member's
-share of each, which routers and schedulers add up. `joint` makes the seconds of a step of the sums:
+guidance branches, and weighted by level where the levels are known. The first step of an edit or a
+recording takes `per_first` longer. All but the sizes are sums over the batch's members, so `part`
+returns a member's share of each, which routers and schedulers add up. `joint` makes the seconds of
+a step of the sums:
 loading overlaps with computing, and where loading takes longer, the batch's plan computes part of
 what it would load. Knows nothing of clocks, files or queues.
 """
@@ -25,15 +27,15 @@ from maskfx.errors import InputError
 from maskfx.runtime.planner.least_squares import Floats
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.messages import LoadFacts, Stepped
-from maskfx.serve.scheduling.composition import Composition
+from maskfx.serve.scheduling.composition import Composition, prepares
 from maskfx.serve.scheduling.load import StepCosts, TemplateTier, Work
 from maskfx.serve.scheduling.regression import ObservationWindow
 from maskfx.serve.scheduling.step_fit import StepFit
 
 # Fields of FittedCosts in the order of a Composition.
 COEFFICIENTS = (
-    "base", "per_request", "per_reuse", "per_size", "per_site", "per_dense_site", "per_record_site",
-    "per_reuse_site", "per_pair",
+    "base", "per_request", "per_first", "per_reuse", "per_size", "per_site", "per_dense_site",
+    "per_record_site", "per_reuse_site", "per_pair",
 )  # fmt: skip
 EVERY = 8  # observations between two fits; a fit takes about a millisecond
 
@@ -79,6 +81,7 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     base: Seconds
     per_request: Seconds
     per_site: Seconds  # of an edit
+    per_first: Seconds = 0.0  # of the first step of an edit or a recording, besides the others
     per_reuse: Seconds = 0.0  # of requests that reuse patches, besides `per_request`
     per_size: Seconds = 0.0  # of distinct picture sizes
     per_dense_site: Seconds | None = None  # None, here and below: as of an edit
@@ -108,8 +111,8 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         others = (self.per_dense_site, self.per_record_site, self.per_reuse_site)
         dense, record, reuse = (self.per_site if one is None else one for one in others)
         return Composition(
-            self.base, self.per_request, self.per_reuse, self.per_size, self.per_site, dense,
-            record, reuse, self.per_pair,
+            self.base, self.per_request, self.per_first, self.per_reuse, self.per_size,
+            self.per_site, dense, record, reuse, self.per_pair,
         )  # fmt: skip
 
     def of_site(self, kind: StepKind) -> float:
@@ -122,10 +125,11 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.per_site if other is None else other
 
     def part(self, work: Work) -> CostPart:
-        sites = work.sites * work.branches
-        per_site = self.of_site(work.kind) + self.per_pair * work.whole
+        sites = work.sites if work.weighted is None else work.weighted
+        pairs = work.sites * work.whole if work.pairs is None else work.pairs
+        each = self.of_site(work.kind) * sites + self.per_pair * pairs
         fixed = self.per_request + self.per_reuse * (work.kind is StepKind.REUSE)
-        compute = fixed + sites * per_site
+        compute = fixed + work.branches * each
         read = work.bytes * self.loaded
         return CostPart(compute, read / self.load_bandwidth if self.load_bandwidth else 0.0)
 
@@ -148,7 +152,9 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return float(self.joint(compute, np.array(sum(p.load for p in parts))))
 
     def around(self, work: Work) -> float:
-        return self.around_base + self.around_per_site * work.whole
+        """Return the seconds outside of the steps, and what the first step takes longer."""
+        first = self.per_first * prepares(work.kind)
+        return self.around_base + self.around_per_site * work.whole + first
 
     def recording(self, work: Work, tier: TemplateTier) -> float:
         """Return the seconds to load or record a template before the first step.
@@ -161,7 +167,9 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if tier is TemplateTier.DISK:
             whole = work.bytes * work.steps
             return whole / self.disk_bandwidth if self.disk_bandwidth else 0.0
-        dense = replace(work, sites=work.whole, bytes=0, kind=StepKind.RECORD)
+        dense = replace(
+            work, sites=work.whole, bytes=0, kind=StepKind.RECORD, weighted=None, pairs=None
+        )
         return self.record * (work.recorded or work.steps) * self.step([dense])
 
     def solo(self, work: Work) -> float:

@@ -35,6 +35,8 @@ class Work:
     bytes: int = 0  # bytes of template rows that a step loads
     recorded: int = 0  # steps of recording the template; 0: the same as `steps`
     kind: StepKind = StepKind.EDIT  # of its steps
+    weighted: float | None = None  # `sites` weighted by the FLOPs of their levels; None: alike
+    pairs: float | None = None  # the same of sites and those that they attend to
 
     def computed(self, steps: int) -> int:
         """Return about how many of a number of the run's steps are computed, rounded up."""

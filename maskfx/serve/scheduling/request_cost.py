@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from maskfx.ir.level_shares import work_of as mask_work
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.messages import Ready
@@ -31,6 +32,7 @@ def card_of(ready: Ready, name: str) -> Card:
         every=ready.every,
         strength=ready.strength,
         patches=ready.patches,
+        levels=ready.levels,
     )
 
 
@@ -54,14 +56,19 @@ def active_share(mask: Mask | None, site: int, margin: int = 0) -> float:
     """Return the share of sites that contain a masked pixel or lie within the margin around one."""
     if mask is None:
         return 1.0
+    sites = active_sites(mask, site, margin)
+    return float(np.count_nonzero(sites)) / sites.size
+
+
+def active_sites(mask: Mask, site: int, margin: int = 0) -> Mask:
+    """Return the sites that contain a masked pixel or lie within the margin around one."""
     height, width = mask.shape
     if height % site or width % site:
         mask = np.pad(mask, ((0, -height % site), (0, -width % site)))
         height, width = mask.shape
     rows = mask.reshape(height // site, site, width).any(axis=1)  # contiguous rows first: faster
     sites = np.asarray(rows.reshape(height // site, width // site, site).any(axis=2))
-    sites = spread(spread(sites, margin).T, margin)
-    return float(np.count_nonzero(sites)) / sites.size
+    return spread(spread(sites, margin).T, margin).T
 
 
 def spread(sites: Mask, margin: int) -> Mask:
@@ -82,10 +89,12 @@ def work_of(request: Request, pictures: Pictures, card: Card, template_bytes: in
     width, height = size_of(request.size, pictures.images, card)
     whole = -(-width // card.site) * -(-height // card.site)
     recording = request.kind is RequestKind.RECORD
-    share = 1.0 if recording else active_share(pictures.mask, card.site, card.margin)
+    mask = None if recording else pictures.mask
+    active = None if mask is None else active_sites(mask, card.site, card.margin)
+    share = 1.0 if active is None else float(np.count_nonzero(active)) / active.size
     strength = card.strength if request.strength is None and pictures.images else request.strength
     steps = steps_of(request.steps, strength, card)
-    masked = not recording and pictures.mask is not None and not pictures.mask.all()
+    masked = mask is not None and not mask.all()
     computed = StepSelection(card.every).left(0, steps)
     guidance = card.guidance if request.guidance is None else request.guidance
     guided = guidance is not None and guidance > 1 and "negative_prompt" in card.takes
@@ -98,7 +107,17 @@ def work_of(request: Request, pictures: Pictures, card: Card, template_bytes: in
         bytes=template_bytes // computed,
         recorded=0 if recording else steps,
         kind=kind_of(request, masked, card),
+        **weights_of(active, whole, card) if masked and active is not None else {},
     )
+
+
+def weights_of(active: Mask, whole: int, card: Card) -> dict[str, float]:
+    """Return the figures of `Work` that depend on the levels of the model; none if it has one."""
+    if not card.levels:
+        return {}
+    sites, pairs = mask_work(card.levels, active)
+    scale = whole / active.size  # of the result, whose size may differ from the mask's
+    return {"weighted": sites * scale, "pairs": pairs * scale**2}
 
 
 def kind_of(request: Request, masked: bool, card: Card) -> StepKind:

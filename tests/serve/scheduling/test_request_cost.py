@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from maskfx.ir.level_shares import LevelShare
 from maskfx.serve.request import Card, RequestKind
 from maskfx.serve.scheduling.request_cost import active_share, size_of, steps_of, work_of
 from tests.serve.fronts import request
@@ -56,6 +57,23 @@ def test_work_of_an_edit() -> None:
     work = work_of(*request(template="t"), CARD, template_bytes=2000)
     assert (work.sites, work.whole, work.steps, work.branches) == (6, 48, 20, 2)
     assert (work.template, work.bytes) == ("t", 100)
+
+
+def test_sites_are_weighted_by_the_levels_of_the_model() -> None:
+    coarse = LevelShare(parent=0, divide=(2, 2), per_site=2.0, per_pair=16.0)
+    card = replace(CARD, levels=(LevelShare(per_site=0.5, per_pair=0.0), coarse))
+    asked, pictures = request()
+    spots = np.zeros((48, 64), np.bool_)
+    spots[::24, ::24] = True  # 2 x 3 sites, no two of which share a coarser one
+    found = work_of(asked, replace(pictures, mask=spots), card)
+    assert (found.sites, found.weighted, found.pairs) == (6, 0.5 * 6 + 2 * 6, 16 * 6 * 12)
+    larger = replace(pictures, mask=spots)
+    twice = work_of(request(size=(128, 96))[0], larger, card)
+    assert (twice.weighted, twice.pairs) == (4 * 15.0, 16 * 16 * 6 * 12)
+    square = np.zeros_like(spots)
+    square[:16, :24] = True
+    assert work_of(asked, replace(pictures, mask=square), card).weighted == 0.5 * 6 + 2 * 2
+    assert work_of(*request(kind=RequestKind.RECORD), card).weighted is None
 
 
 def test_the_masks_share_holds_for_another_size_too() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,6 +18,7 @@ from maskfx.serve.scheduling.step_fit import StepFit
 TRUTH = FittedCosts(
     base=0.05,
     per_request=0.02,
+    per_first=0.03,
     per_reuse=0.04,
     per_size=0.03,
     per_site=1e-4,
@@ -41,14 +45,14 @@ def test_a_composition_counts_requests_sizes_sites_and_pairs() -> None:
     found = Composition.of(
         [
             StepMember(StepKind.EDIT, 100, 576, 2),
-            StepMember(StepKind.EDIT, 50, 1024),
-            StepMember(StepKind.DENSE, 576, 576),
+            StepMember(StepKind.EDIT, 50, 1024, first=True),
+            StepMember(StepKind.DENSE, 576, 576, first=True),
             StepMember(StepKind.RECORD, 1024, 1024),
             StepMember(StepKind.REUSE, 300, 1024),
         ]
     )
-    assert found[:4] == (1, 5, 1, 2)
-    assert found[4:8] == (150, 576, 1024, 300)
+    assert found[:5] == (1, 5, 1, 1, 2)
+    assert found[5:9] == (150, 576, 1024, 300)
     assert found.pairs == 100 * 576 + 50 * 1024 + 576**2 + 1024**2 + 300 * 1024
     assert Composition.of([]) == Composition()
     assert Composition.of([StepMember(StepKind.REUSE, 0, 1024)]) == Composition(), "keeps all"
@@ -95,3 +99,32 @@ def test_a_machine_that_slows_down_is_followed_before_the_window_is_renewed() ->
 def test_a_worker_reports_what_is_expected_of_its_requests() -> None:
     work = Work(30, 576, 5, branches=2, kind=StepKind.REUSE)
     assert members_of([work]) == [StepMember(StepKind.REUSE, 60, 576, 2)]
+    [found] = members_of([replace(work, weighted=45.5, pairs=2000.0)])
+    assert (found.sites, found.work, found.pairs) == (60, 91.0, 4000.0)
+
+
+def test_sites_and_pairs_weighted_by_level_count_where_they_are_known() -> None:
+    plain, weighted = StepMember(StepKind.EDIT, 60, 576, 2), (91.0, 4000.0)
+    both = Composition.of([plain, msgspec.structs.replace(plain, work=91.0, pairs=4000.0)])
+    assert (both.edit_sites, both.pairs) == (60 + weighted[0], 60 * 576 + weighted[1])
+    work = Work(30, 576, 5, branches=2, weighted=45.5, pairs=2000.0)
+    assert TRUTH.step([work]) == pytest.approx(
+        np.array(expected([work])) @ np.array(TRUTH.coefficients)
+    )
+
+
+def test_what_first_steps_take_longer_is_found_and_added_once() -> None:
+    fit = StepFit(START.coefficients)
+    for number, batch in enumerate(batches(200, seed=8)):
+        members = [
+            msgspec.structs.replace(member, first=(number + place) % 5 == 0)
+            for place, member in enumerate(members_of(batch))
+        ]
+        firsts = Composition.of(members).firsts
+        fit.add(Composition.of(members), TRUTH.step(batch) + TRUTH.per_first * firsts)
+    assert fit.fit().firsts == pytest.approx(TRUTH.per_first, rel=0.05)
+    without = msgspec.structs.replace(TRUTH, per_first=0.0)
+    work = Work(30, 576, 5)
+    assert TRUTH.solo(work) - without.solo(work) == pytest.approx(TRUTH.per_first)
+    dense = replace(work, kind=StepKind.DENSE)
+    assert TRUTH.solo(dense) == without.solo(dense)
