@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from maskfx.runtime.backends.eager import Fetch
+from maskfx.runtime.backends.graph_function import Fetch
 
 HELD = 256 << 20  # bytes of inputs that are picked early
 
