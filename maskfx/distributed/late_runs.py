@@ -70,8 +70,8 @@ class LateRuns:
         """
         found: list[LateMember | None] = []
         divisions = [
-            Division(tuple(ranks), sent, (*sites_of(one), one.batch, shares))
-            for one, shares in zip(members, partition.shares, strict=True)
+            Division(tuple(ranks), sent, (*sites_of(one), one.batch, shares, text))
+            for one, shares, text in zip(members, partition.shares, partition.texts, strict=True)
         ]
         with self._lock:
             for step, division, shares in zip(steps, divisions, partition.shares, strict=True):
@@ -136,15 +136,14 @@ def sites_of(member: Member) -> tuple[object, ...]:
 
 
 def cut_evenly(partition: Partition, late: Sequence[LateExchange | None]) -> Partition:
-    """Return a partition in which all ranks have equal shares of the members that may be late.
+    """Return a partition that cuts the members that may be late without regard to the others.
 
     Late rows change the picture. So the division of such a member mustn't depend on the other
-    members.
+    members, nor on measured times: all ranks have equal shares of its sites, and the whole text.
     """
     even = (1.0,) * partition.ranks
+    members = list(zip(partition.shares, partition.texts, late, strict=True))
     return Partition(
-        tuple(
-            shares if one is None else even
-            for shares, one in zip(partition.shares, late, strict=True)
-        )
+        tuple(shares if one is None else even for shares, _, one in members),
+        tuple(text and one is None for _, text, one in members),
     )

@@ -6,7 +6,7 @@ what they exchange without asking each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -22,19 +22,19 @@ from maskfx.distributed.tables import (
     read_part,
     received_rows,
 )
-from maskfx.ir.lanes import fixed_count, is_image
+from maskfx.ir.lanes import fixed_count, is_image, is_text
 from maskfx.ir.sources import (
     Cached,
     Enter,
     Exchanged,
     Halo,
-    ImageSpans,
     Kept,
     KeySpans,
     Loaded,
     Merged,
     Neighbours,
     Owner,
+    OwnSpans,
     Parents,
     Peers,
     Places,
@@ -83,9 +83,9 @@ class RankLayout(Layout):
         count = self.sites[member].active_count(segment)
         if is_image(segment):
             return self.partition.stretch(member, rank, count)
-        # what is made of a request's values is made on all ranks
-        whole = fixed_count(segment) is not None or self.partition.has_part(member, rank)
-        return 0, count if whole else 0
+        if fixed_count(segment) is not None:
+            return 0, count  # what is made of a request's values is made on all ranks
+        return self.partition.text(member, rank, count)
 
     def counts(self, segment: str) -> list[int]:
         """Return the number of this rank's rows of each owner."""
@@ -200,7 +200,7 @@ class RankLayout(Layout):
         match source:
             case Exchanged("counts") | Merged("counts") | Peers():
                 return True
-            case ReadSpans() | KeySpans() | ImageSpans() | RestShareSpans():
+            case ReadSpans() | KeySpans() | OwnSpans() | RestShareSpans():
                 return True
         return super().on_host(source)
 
@@ -217,11 +217,9 @@ class RankLayout(Layout):
             case ReadSpans(segments):
                 return self._spans([self._read_counts(s) for s in segments])
             case KeySpans(segments):
-                return self._spans_without(
-                    segments, lambda m: self.rank != self.partition.holder(m)
-                )
-            case ImageSpans(segments):
-                return self._spans_without(segments, lambda _: True)
+                return self._spans_of_own(segments, lambda m: self.rank == self.partition.holder(m))
+            case OwnSpans(segments):
+                return self._spans_of_own(segments, lambda _: False)
             case Places(segments):
                 read, held = (
                     self._needed_rows(segments, None, self.rank),
@@ -247,12 +245,14 @@ class RankLayout(Layout):
             for m, s in self.owners()
         ]
 
-    def _spans_without(self, segments: Segments, drops: Any) -> Tensor:
-        """Return spans of this rank's rows in which the texts of some members are empty."""
+    def _spans_of_own(self, segments: Segments, holds: Callable[[int], bool]) -> Tensor:
+        """Return spans of this rank's rows, without those that others have too if it holds none."""
         spans = self._spans([self.counts(s) for s in segments])
         for owner, (member, _) in enumerate(self.owners()):
+            shared = self.partition.texts[member]
             for j, segment in enumerate(segments):
-                if not is_image(segment) and drops(member):
+                whole = not is_image(segment) and not (shared and is_text(segment))
+                if whole and not holds(member):
                     spans[owner, 2 * j + 1] = spans[owner, 2 * j]
         return spans
 

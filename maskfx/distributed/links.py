@@ -1,13 +1,17 @@
-"""LinkCosts: which way of splitting attention to cached keys costs less time."""
+"""LinkCosts: which ways of splitting attention and the rows of texts cost less time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
+from maskfx.compiler.split import SplitProgram
 from maskfx.distributed.partition import Partition
+from maskfx.distributed.work import Work
+from maskfx.ir.lanes import is_image, is_text
 from maskfx.ir.program import Program
-from maskfx.ir.sources import Rest
+from maskfx.ir.sources import Exchanged, Rest
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 
@@ -21,10 +25,14 @@ class LinkCosts:
     Args:
         exchange: Seconds of an exchange without data.
         load: Seconds per byte of cached rows that a rank reads.
+        send: Seconds per byte that a rank sends to another.
+        flop: Seconds per FLOP of a rank, until a step was measured.
     """
 
     exchange: float = 3e-4
     load: float = 2.5e-10
+    send: float = 1e-9
+    flop: float = 2.5e-11
 
 
 def prefers_keys_by_rank(
@@ -51,3 +59,46 @@ def prefers_keys_by_rank(
     saved = costs.load * nbytes * (1 - 1 / most)
     attentions = len(names) / 2  # keys and values
     return saved > costs.exchange * attentions
+
+
+def shared_texts(
+    split: SplitProgram,
+    members: Sequence[Member],
+    work: Sequence[Work],
+    partition: Partition,
+    costs: LinkCosts,
+    flop: float,
+) -> tuple[bool, ...]:
+    """Return, by member, whether it costs less if ranks share the rows of its text.
+
+    A text that is whole is computed by each rank with a share. If they share it, its keys and
+    values are exchanged together with those of the sites; and attentions to the text alone have an
+    exchange each, which they don't have else.
+
+    Args:
+        split: The program with its exchanges.
+        members: The members of the batch.
+        work: Their FLOPs.
+        partition: The ranks' shares of them.
+        costs: What exchanges cost.
+        flop: Seconds per FLOP of a rank.
+    """
+    own = [sent.segments for sent in split.exchanges.values() if isinstance(sent, Exchanged)]
+    alone = costs.exchange * sum(not any(map(is_image, segments)) for segments in own)
+    found = []
+    for member, one, shares in zip(members, work, partition.shares, strict=True):
+        ranks = sum(share > 0 for share in shares)
+        each = flop * one.text - costs.send * text_bytes(split.program, member)
+        found.append(each * (1 - 1 / ranks) > alone)
+    return tuple(found)
+
+
+def text_bytes(program: Program, member: Member) -> int:
+    """Return the bytes of keys and values of a member's text, in all attentions to sites too."""
+    taps, total = program.interface.taps, 0
+    for source in program.interface.inputs.values():
+        if isinstance(source, Rest):
+            tap = taps[source.tap]
+            rows = sum(member.sites.active_count(s) for s in tap.segments if is_text(s))
+            total += rows * prod(tap.shape) * tap.dtype.itemsize
+    return total * member.batch

@@ -71,12 +71,14 @@ class PartResult:
         sent: The bytes that it sent to other ranks.
         seconds: The time that it took.
         kept: The requests whose rows of this step it holds for the next one.
+        cpu: The CPU time that its process took.
     """
 
     part: RankPart
     sent: int
     seconds: float
     kept: tuple[int, ...] = ()
+    cpu: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,25 @@ class Partition:
     """The ranks' shares of each member.
 
     A rank computes a contiguous stretch of the member's active sites at every level, in proportion
-    to its share. A rank with a share has all rows of the member's text; a rank without one has
-    nothing of the member.
+    to its share. The rows of the member's text are shared in the same way, or whole: then each rank
+    with a share has all of them. A rank without a share has nothing of the member.
 
     Args:
         shares: By member, a number for each rank; only their ratios count.
+        texts: By member, whether ranks share the rows of its text. Without it, all are whole.
     """
 
     shares: tuple[tuple[float, ...], ...]
+    texts: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         ranks = {len(own) for own in self.shares}
         assert len(ranks) == 1, f"every member has a share of every rank, not of {ranks}"
         for own in self.shares:
             assert min(own) >= 0 < sum(own), f"no rank computes a member: {own}"
+        texts = self.texts or (False,) * len(self.shares)
+        assert len(texts) == len(self.shares), f"every member's text is shared or whole: {texts}"
+        object.__setattr__(self, "texts", texts)
 
     @property
     def ranks(self) -> int:
@@ -36,14 +41,20 @@ class Partition:
         return self.shares[member][rank] > 0
 
     def stretch(self, member: int, rank: int, count: int) -> Stretch:
-        """Return where a rank's part of `count` rows starts and stops."""
+        """Return where a rank's part of `count` rows that ranks share starts and stops."""
         own = self.shares[member]
         total = sum(own)
         start, stop = (int(count * sum(own[:n]) / total + 0.5) for n in (rank, rank + 1))
         return start, stop
 
+    def text(self, member: int, rank: int, count: int) -> Stretch:
+        """Return where a rank's part of `count` rows of the text starts and stops."""
+        if self.texts[member]:
+            return self.stretch(member, rank, count)
+        return 0, count if self.has_part(member, rank) else 0
+
     def holder(self, member: int) -> int:
-        """Return the rank whose text rows count where each text counts once."""
+        """Return the rank whose rows count where each rank has the same ones."""
         return next(rank for rank in range(self.ranks) if self.has_part(member, rank))
 
     def peers(self, rank: int) -> list[int]:
@@ -54,10 +65,6 @@ class Partition:
             for other in range(self.ranks)
             if other != rank and any(self.has_part(m, other) for m in own)
         ]
-
-    def of(self, members: Sequence[int]) -> Partition:
-        """Return the shares of some of the members, in this order."""
-        return Partition(tuple(self.shares[member] for member in members))
 
 
 def by_member(costs: Sequence[float], ranks: int, most: float = 1.15) -> Partition:

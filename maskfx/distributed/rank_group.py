@@ -16,16 +16,15 @@ from typing import Any
 
 from maskfx.compiler.split import SplitProgram
 from maskfx.distributed.late_runs import Division, LateRuns, Members, cut_evenly
-from maskfx.distributed.links import LinkCosts, prefers_keys_by_rank
+from maskfx.distributed.links import LinkCosts, prefers_keys_by_rank, shared_texts
 from maskfx.distributed.messages import PartRequest, PartResult, RankRequest, WholeRequest
 from maskfx.distributed.partition import Partition, by_member
 from maskfx.distributed.processes import RankFailure, Ranks, Waits
 from maskfx.distributed.rank_pool import Lease, NoRanks, RankPool
 from maskfx.distributed.rank_step import RankPrograms, joined
+from maskfx.distributed.work import RankWork
 from maskfx.errors import InputError
-from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
-from maskfx.runtime.batch.flops import row_flops
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.rolling import RollingCache
@@ -74,7 +73,7 @@ class RankGroup:
         self.last: list[PartResult | None] = []  # by rank, of the last batch that was split
         self.late, self.late_bytes = LateRuns(self._free_ended), late_bytes
         self._programs = RankPrograms(denoiser.settings)
-        self._costs: LruCache[Any, float] = LruCache(256)
+        self.work = RankWork(self.costs.flop)
         self._sets: dict[tuple[int, ...], RankSet] = {}  # one each, so that their steps keep order
         self._here = threading.Lock()  # one step is computed in this process at a time
 
@@ -167,13 +166,12 @@ class RankGroup:
 
     def partition(self, program: Program, members: Sequence[Member], ranks: int) -> Partition:
         """Return the shares of a batch's members by their predicted costs."""
-        return by_member([self._cost(program, member) for member in members], ranks)
-
-    def _cost(self, program: Program, member: Member) -> float:
-        key = program.code, member.sites, member.batch
-        return self._costs.find(
-            key, lambda: float(sum(row_flops(program, member.sites, member.batch).values()))
-        )
+        work = [self.work.of(program, member) for member in members]
+        shares = by_member([one.total for one in work], ranks)
+        split = self._programs.split(program, False)
+        assert isinstance(split, SplitProgram), split
+        texts = shared_texts(split, members, work, shares, self.costs, self.work.flop)
+        return replace(shares, texts=texts)
 
     @property
     def _name(self) -> str:
@@ -220,6 +218,8 @@ class RankGroup:
             found = lease.processes.ask(requests)
             self.late.note(steps, late, divisions, list(found.values()))
         self.last = [found.get(number) for number in lease.ranks]
+        work = [self.work.of(program, member) for member in members]
+        self.work.note(work, partition, [0.0 if one is None else one.seconds for one in self.last])
         split = self._programs.split(program, by_rank)
         assert not isinstance(split, str)
         layouts = [

@@ -91,7 +91,7 @@ class Rank:
         assert self.denoiser is not None
         assert self.programs is not None
         assert self.world is not None
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         steps = self._steps(request)
         batches = self.denoiser.prepared(steps)
         codes = [program.code for program, *_ in batches]
@@ -110,7 +110,8 @@ class Rank:
             request.keys_by_rank,
         )
         kept = () if self.late is None else self.late.kept()
-        return PartResult(part, group.sent, time.perf_counter() - start, kept)
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        return PartResult(part, group.sent, seconds, kept, cpu)
 
     def _late_group(
         self, request: PartRequest, program: Program, layout: Layout, group: ProcessGroup

@@ -124,6 +124,11 @@ def is_image(segment: str) -> bool:
     return segment.startswith(("image", "grid", "pad"))
 
 
+def is_text(segment: str) -> bool:
+    """Return True if the segment holds tokens of the text, or what fills them up."""
+    return not is_image(segment) and fixed_count(segment) is None
+
+
 def segment_region(segment: str) -> int:
     """Return the region of a segment of packed image tokens; 0 is the mask's."""
     return int(segment[6:]) if segment.startswith("image@") else 0

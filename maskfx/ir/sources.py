@@ -232,7 +232,7 @@ class Updated:
 
 
 # Further inputs of a graph whose rows are split over ranks. A rank has a part of some requests'
-# rows; of these requests it has all rows of the text.
+# rows; of the text of these requests it has a part too, or all rows.
 
 Reader = Neighbours | Parents | Subsites | Enter  # tables that pick rows
 
@@ -270,14 +270,14 @@ class ReadSpans:
 
 @dataclass(frozen=True)
 class KeySpans:
-    """`Spans` of a rank's rows, in which one rank alone has the text of a request."""
+    """`Spans` of a rank's rows, in which each row is that of one rank alone."""
 
     segments: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class ImageSpans:
-    """`Spans` of a rank's rows without those of texts."""
+class OwnSpans:
+    """`Spans` of a rank's rows without those that other ranks have too."""
 
     segments: tuple[str, ...]
 
@@ -338,7 +338,7 @@ Source = (
     | Merged
     | ReadSpans
     | KeySpans
-    | ImageSpans
+    | OwnSpans
     | Places
     | Peers
     | RestShare

@@ -66,6 +66,8 @@ def _exchange(
     """
     sent, received = counts.tolist()
     if not any(sent) and not any(received):
+        if all(len(value) == len(order) for value in values):
+            return list(values)  # both are in the batch's order
         return [value.index_select(0, order) for value in values]
     widths = [value[:1].numel() if len(value) else _width(value) for value in values]
     flat = [value.reshape(len(value), width) for value, width in zip(values, widths, strict=True)]

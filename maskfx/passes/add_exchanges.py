@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.ir.lanes import is_image
+from maskfx.ir.lanes import fixed_count, is_image
 from maskfx.ir.sources import (
     Enter,
     Exchanged,
-    ImageSpans,
     KeySpans,
     Lines,
     Merged,
     Neighbours,
+    OwnSpans,
     Parents,
     Peers,
     Places,
@@ -43,7 +43,7 @@ def add_exchanges(graph: fx.Graph, ctx: PassContext) -> int:
     becomes y = gather(exchange([rows]), halo, table)
     and     y = group_scale(rows, rest, ...)
     becomes y = group_scale(rows, peer_moments(rows, rest, ...), ...)
-    Keeps   operators on each row alone, and attention to a text.
+    Keeps   operators on each row alone, and attention to what each rank makes for itself.
     """
     splitter = Splitter(graph, ctx)
     for node in list(graph.nodes):
@@ -128,7 +128,7 @@ class Splitter:
         if isinstance(self.source(q_spans), Lines):
             raise Unsupported(node, "it attends along the rows or columns of the picture")
         queries, keys = self.segments_of(q_spans), self.segments_of(k_spans)
-        if not any(map(is_image, keys)):
+        if all_fixed(keys):
             return False
         edit: Any = Editor(self.graph, self.ctx, node)
         sources = self.source(rest_k), self.source(rest_v)
@@ -170,8 +170,8 @@ class Splitter:
         rows, rest, spans, groups, *more = node.args
         edit = Editor(self.graph, self.ctx, node)
         segments = self.segments_of(spans)
-        images = edit.input(f"image_spans_{slug(segments)}", ImageSpans(segments))
-        args = (rows, rest, images, self.peers(edit), groups, self._next())
+        own = edit.input(f"own_spans_{slug(segments)}", OwnSpans(segments))
+        args = (rows, rest, own, self.peers(edit), groups, self._next())
         node.args = (rows, edit.emit(ops.peer_moments, *args), spans, groups, *more)
         return True
 
@@ -214,14 +214,27 @@ class Splitter:
         return True
 
     def pick(self, node: fx.Node) -> bool:
-        if any(map(is_image, self.segments_of(node.args[2]))):
+        rows, numbers, spans, out_spans = node.args
+        segments = self.segments_of(spans)
+        if any(map(is_image, segments)):
             raise Unsupported(node, "it picks sites by numbers that are data")
-        return False
+        if all_fixed(segments):
+            return False
+        edit = Editor(self.graph, self.ctx, node)
+        (rows,) = self.exchange(edit, [rows], segments)  # type: ignore[list-item]
+        read = edit.input(f"read_spans_{slug(segments)}", ReadSpans(segments))
+        node.args = (rows, numbers, read, out_spans)
+        return True
 
     def replace(self, node: fx.Node, new: fx.Node) -> None:
         new.meta.update({k: v for k, v in node.meta.items() if str(k).startswith("tap")})
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
+
+
+def all_fixed(segments: Sequence[str]) -> bool:
+    """Return True if each rank makes all rows of these segments for itself."""
+    return all(fixed_count(segment) is not None for segment in segments)
 
 
 def read_segments(reader: Reader) -> tuple[str, ...]:

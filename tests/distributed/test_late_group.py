@@ -184,8 +184,24 @@ def test_a_step_may_wait_and_hold_rows_for_the_next_one() -> None:
 
 def test_late_members_are_cut_evenly() -> None:
     one = LateExchange(SplitRun(), 0)
-    found = cut_evenly(Partition(((1.0, 0.0), (0.25, 0.75))), [one, None])
+    found = cut_evenly(Partition(((1.0, 0.0), (0.25, 0.75)), (True, True)), [one, None])
     assert found.shares == ((1.0, 1.0), (0.25, 0.75))
+    assert found.texts == (False, True), "late texts are whole"
+
+
+def test_texts_that_ranks_share_may_be_late() -> None:
+    """A step divided anew waits, and equal inputs give what waiting gives."""
+    denoiser, split, run = tiny.compiled(tiny.Joint), ranks_of(2, 1), SplitRun()
+    step, other = (DenseStep(tiny.inputs(seed)) for seed in (1, 2))
+    split.partition = shares("equal", 2, 1)
+    denoiser.step([late(other, run, 0)], split)
+    split.partition = shares("equal", 2, 1, texts=(True,))
+    for number in (1, 2):
+        (got,) = denoiser.step([late(step, run, number)], split)
+        assert run.reads == number - 1
+        assert error(got, denoiser.step([step])[0]) < BOUND
+    (got,) = denoiser.step([late(other, run, 3)], split)
+    assert error(got, denoiser.step([other])[0]) > 10 * BOUND, "it reads the last step's text"
 
 
 @pytest.mark.slow

@@ -23,6 +23,13 @@ def test_stretches_cover_the_rows_once_and_in_order(seed: int) -> None:
         assert all(stretches[rank][0] == stretches[rank][1] for rank in empty)
 
 
+def test_a_text_is_whole_on_each_rank_with_a_share_or_shared_like_the_sites() -> None:
+    partition = Partition(((2.0, 1.0, 0.0), (2.0, 1.0, 0.0)), (False, True))
+    assert [partition.text(0, rank, 9) for rank in range(3)] == [(0, 9), (0, 9), (0, 0)]
+    assert [partition.text(1, rank, 9) for rank in range(3)] == [(0, 6), (6, 9), (9, 9)]
+    assert Partition(partition.shares).texts == (False, False)
+
+
 def test_equal_members_are_split_whole() -> None:
     assert by_member([3.0, 3.0], 2).shares == ((1.0, 0.0), (0.0, 1.0))
     assert by_member([2.0, 1.0, 1.0], 2).shares == ((1.0, 0.0), (0.0, 1.0), (0.0, 1.0))

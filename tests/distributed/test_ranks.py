@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import maskfx
@@ -39,7 +40,10 @@ def cache_error(got: StepCache, wanted: StepCache) -> float:
     return max(error(a, b) for a, b in [*rows, *stats])
 
 
-def shares(kind: str, ranks: int, members: int, seed: int = 0) -> Partition:
+def shares(
+    kind: str, ranks: int, members: int, seed: int = 0, texts: tuple[bool, ...] = ()
+) -> Partition:
+    """Return shares of a kind; `texts` says of the members in turn whether ranks share theirs."""
     rng = random.Random(f"{kind} {ranks} {seed}")
     rows: list[tuple[float, ...]] = []
     for member in range(members):
@@ -54,12 +58,12 @@ def shares(kind: str, ranks: int, members: int, seed: int = 0) -> Partition:
             case _:
                 own = [float(rank == member % ranks) for rank in range(ranks)]
         rows.append(tuple(own))
-    return Partition(tuple(rows))
+    return Partition(tuple(rows), tuple(islice(cycle(texts), members)))
 
 
-def mixed(seed: int) -> list[EditStep | RecordStep | DenseStep]:
+def mixed(seed: int, kind: type[nn.Module] = tiny.Tiny) -> list[EditStep | RecordStep | DenseStep]:
     """Edits, a recording and a dense member, of several sizes and batches."""
-    denoiser = tiny.compiled()
+    denoiser = tiny.compiled(kind)
     rng = random.Random(seed)
     sizes = [(8, 8, 1), (8, 12, 2), (12, 8, 1)]
     steps: list[EditStep | RecordStep | DenseStep] = []
@@ -93,6 +97,46 @@ def test_a_mixed_batch(ranks: int, kind: str, by_rank: bool) -> None:
     check(denoiser, steps, split)
     if kind != "empty":
         assert (sum(split.sent) > 0) == (kind != "members" and ranks > 1)
+
+
+@pytest.mark.parametrize("by_rank", [False, True], ids=["gathered", "keys by rank"])
+@pytest.mark.parametrize("texts", [(True,), (False, True)], ids=["shared", "some shared"])
+@pytest.mark.parametrize("kind", ["equal", "unequal", "empty"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_texts_that_ranks_share(
+    ranks: int, kind: str, texts: tuple[bool, ...], by_rank: bool
+) -> None:
+    denoiser, steps = tiny.compiled(tiny.Joint), mixed(ranks, tiny.Joint)
+    own = shares(kind, ranks, len(steps), texts=texts)
+    check(denoiser, steps, ThreadRanks(denoiser.settings, own, by_rank))
+
+
+def test_a_shared_text_of_values_that_each_rank_has() -> None:
+    """Its keys were computed once per request; sharing gains nothing, and is right."""
+    denoiser, steps = tiny.compiled(), mixed(5)
+    own = shares("unequal", 3, len(steps), texts=(True,))
+    check(denoiser, steps, ThreadRanks(denoiser.settings, own))
+
+
+def test_each_rank_computes_its_share_of_a_text() -> None:
+    denoiser, inputs = tiny.compiled(tiny.Joint), tiny.inputs(1, batch=2)
+    for texts, counts in (((False,), [5, 5, 0]), ((True,), [4, 1, 0])):
+        split = ThreadRanks(denoiser.settings, Partition(((3.0, 1.0, 0.0),), texts))
+        check(denoiser, [DenseStep(inputs)], split)
+        assert [own.counts("text:0") for own in split.layouts] == [[n, n] for n in counts]
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_the_edit_with_a_text_over_ranks_is_the_dense_run(texts: bool) -> None:
+    denoiser, inputs = tiny.compiled(tiny.Joint), tiny.inputs(5, 12, 12)
+    cache = denoiser.record(**inputs)[1]
+    step = EditStep(inputs, MASKS["random"]((12, 12), 1), cache)
+    for by_rank in (False, True):
+        own = shares("unequal", 3, 1, texts=(texts,))
+        split = ThreadRanks(denoiser.settings, own, by_rank)
+        (got,) = denoiser.step([step], split)
+        assert split.batches == 1
+        assert error(got, denoiser.module(**inputs)) < 1e-4
 
 
 def test_the_edit_over_ranks_is_the_dense_run() -> None:
@@ -173,6 +217,8 @@ def zoo(name: str) -> CompiledDenoiser:
 CLASSES = [
     "SD3Transformer2DModel",
     "FluxTransformer2DModel",
+    "QwenImageTransformer2DModel",
+    "Lumina2Transformer2DModel",
     "UNet2DConditionModel-sd15",
     "UNet2DConditionModel-residuals",
     "ControlNetModel",
@@ -193,14 +239,16 @@ def test_classes_of_diffusers(name: str) -> None:
         mask = MASKS["random"](case.mask_shape(size), number)
         steps += [EditStep(case.inputs(size, number), mask, cache)]
     steps += [RecordStep(case.inputs(case.sizes[-1], 5)), DenseStep(case.inputs(case.sizes[0], 6))]
-    for ranks, kind, by_rank in (
-        (2, "equal", False),
-        (2, "unequal", True),
-        (3, "unequal", False),
-        (3, "empty", True),
-        (2, "members", False),
+    for ranks, kind, by_rank, texts in (
+        (2, "equal", False, (True,)),
+        (2, "unequal", True, (False,)),
+        (3, "unequal", False, (False, True)),
+        (3, "empty", True, (True,)),
+        (4, "unequal", True, (True,)),
+        (2, "members", False, (False,)),
     ):
-        split = ThreadRanks(denoiser.settings, shares(kind, ranks, len(steps)), by_rank)
+        own = shares(kind, ranks, len(steps), texts=texts)
+        split = ThreadRanks(denoiser.settings, own, by_rank)
         wanted, got = denoiser.step(steps), denoiser.step(steps, split)
         assert split.batches > 0
         for step, ours, theirs in zip(steps, got, wanted, strict=True):

@@ -1,4 +1,4 @@
-"""A small denoiser whose operators mix sites in every way that ranks exchange rows for."""
+"""Small denoisers whose operators mix rows in every way that ranks exchange rows for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tiny(nn.Module):
         coarse = self.down(fine) + self.time(timestep.view(-1, 1).float() / 1000)[:, :, None, None]
         b, c, h, w = coarse.shape
         rows = coarse.flatten(2).transpose(1, 2)
-        rows = rows + self.attend(self.qkv(rows), rows.shape)
+        rows = rows + self.out(attend(self.qkv(rows)))
         text = self.text(encoder_hidden_states)
         rows = rows + F.scaled_dot_product_attention(
             self.query(rows)[:, None], self.key(text)[:, None], self.value(text)[:, None]
@@ -45,17 +45,43 @@ class Tiny(nn.Module):
         result: Tensor = self.leave(both)
         return result
 
-    def attend(self, qkv: Tensor, shape: torch.Size) -> Tensor:
-        q, k, v = (x.view(shape[0], shape[1], 2, 8).transpose(1, 2) for x in qkv.chunk(3, -1))
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(shape)
-        found: Tensor = self.out(mixed)
-        return found
+
+class Joint(nn.Module):
+    """Text that attends to itself, then twice together with the sites, and changes with time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.time = nn.Conv2d(4, 16, 2, stride=2), nn.Linear(1, 16)
+        self.text, self.alone = nn.Linear(8, 16), nn.Linear(16, 48)
+        self.joint = nn.ModuleList(nn.Linear(16, 48) for _ in range(4))
+        self.mlp = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.leave = nn.ConvTranspose2d(16, 4, 2, stride=2)
+
+    def forward(self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        coarse = self.enter(sample)
+        b, c, h, w = coarse.shape
+        rows = coarse.flatten(2).transpose(1, 2)
+        time = self.time(timestep.view(-1, 1).float() / 1000)[:, None]
+        text = self.text(encoder_hidden_states) + time
+        text = text + attend(self.alone(text))
+        for i in (0, 2):
+            both = attend(torch.cat([self.joint[i](text), self.joint[i + 1](rows)], 1))
+            text = text + torch.tanh(self.mlp[i](both[:, : text.shape[1]] * time))
+            rows = rows + torch.tanh(self.mlp[i + 1](both[:, text.shape[1] :]))
+        result: Tensor = self.leave(rows.transpose(1, 2).reshape(b, c, h, w))
+        return result
 
 
-def build() -> Tiny:
+def attend(qkv: Tensor) -> Tensor:
+    b, n, _ = qkv.shape
+    q, k, v = (x.view(b, n, 2, 8).transpose(1, 2) for x in qkv.chunk(3, -1))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, 16)
+
+
+def build(kind: type[nn.Module] = Tiny) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Tiny().eval().requires_grad_(False)
+        return kind().eval().requires_grad_(False)
 
 
 def inputs(seed: int, height: int = 8, width: int = 8, batch: int = 1) -> dict[str, Any]:
@@ -68,8 +94,8 @@ def inputs(seed: int, height: int = 8, width: int = 8, batch: int = 1) -> dict[s
 
 
 @cache
-def compiled() -> maskfx.CompiledDenoiser:
+def compiled(kind: type[nn.Module] = Tiny) -> maskfx.CompiledDenoiser:
     """One that every test of this process shares; none may change its weights."""
-    denoiser = maskfx.compile(build())
+    denoiser = maskfx.compile(build(kind))
     denoiser.record(**inputs(0))
     return denoiser

@@ -17,6 +17,7 @@ from torch import Tensor
 from maskfx.config import Settings
 from maskfx.distributed.late_group import HeldRows, LateGroup
 from maskfx.distributed.late_runs import LateRuns
+from maskfx.distributed.layout import RankLayout
 from maskfx.distributed.messages import PartResult
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_step import RankPart, RankPrograms, joined
@@ -103,6 +104,7 @@ class ThreadRanks:
         self.programs = RankPrograms(settings)
         self.sent: list[int] = []  # bytes by rank, of the last batch
         self.loaded: list[int] = []
+        self.layouts: list[RankLayout] = []
         self.batches = 0  # batches that were split
         self.late = LateRuns(lambda: None)
         self.ranks: tuple[object, ...] = ()  # what stands for the processes
@@ -159,7 +161,7 @@ class ThreadRanks:
             self.late.note(steps, late, divisions, kept)
         self.sent = [group.sent for group in groups]
         self.loaded = [0 if found is None else found.loaded for found in parts]
-        layouts = [
+        self.layouts = [
             self.programs.layout(frame.layout, partition, rank) for rank in range(partition.ranks)
         ]
-        return joined(program, recording, layouts, parts)
+        return joined(program, recording, self.layouts, parts)
