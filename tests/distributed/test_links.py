@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def group_of(denoiser: CompiledDenoiser, costs: LinkCosts) -> RankGroup:
     ids=["cheap", "slow bytes", "slow exchanges", "no rows"],
 )
 def test_a_text_is_shared_where_that_costs_less(
-    kind: type[nn.Module], costs: LinkCosts, shared: bool
+    kind: Callable[[], nn.Module], costs: LinkCosts, shared: bool
 ) -> None:
     denoiser = tiny.compiled(kind)
     program, members = batch_of(denoiser)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import cache
 from itertools import cycle, islice
 from typing import Any
@@ -61,7 +62,9 @@ def shares(
     return Partition(tuple(rows), tuple(islice(cycle(texts), members)))
 
 
-def mixed(seed: int, kind: type[nn.Module] = tiny.Tiny) -> list[EditStep | RecordStep | DenseStep]:
+def mixed(
+    seed: int, kind: Callable[[], nn.Module] = tiny.Tiny
+) -> list[EditStep | RecordStep | DenseStep]:
     """Edits, a recording and a dense member, of several sizes and batches."""
     denoiser = tiny.compiled(kind)
     rng = random.Random(seed)

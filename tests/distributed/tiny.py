@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -78,7 +79,7 @@ def attend(qkv: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, 16)
 
 
-def build(kind: type[nn.Module] = Tiny) -> nn.Module:
+def build(kind: Callable[[], nn.Module] = Tiny) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return kind().eval().requires_grad_(False)
@@ -94,7 +95,7 @@ def inputs(seed: int, height: int = 8, width: int = 8, batch: int = 1) -> dict[s
 
 
 @cache
-def compiled(kind: type[nn.Module] = Tiny) -> maskfx.CompiledDenoiser:
+def compiled(kind: Callable[[], nn.Module] = Tiny) -> maskfx.CompiledDenoiser:
     """One that every test of this process shares; none may change its weights."""
     denoiser = maskfx.compile(build(kind))
     denoiser.record(**inputs(0))
