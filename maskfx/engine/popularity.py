@@ -114,9 +114,10 @@ class ResidentSet:
             del self._pins[key]
 
     def admit(self, key: Hashable, nbytes: int) -> list[Hashable] | None:
-        """Make a key resident and return the evicted ones; None if pinned keys leave no room.
+        """Make a key resident and return the evicted ones.
 
-        With None nothing changes.
+        Return None, and change nothing, if pinned keys leave no room, or if a key that would be
+        evicted is more popular than this one.
         """
         if key in self._bytes:
             return []
@@ -124,9 +125,9 @@ class ResidentSet:
         idle = [one for one in self._bytes if not self._pins[one]]
         left = self.nbytes + nbytes
         while self.limit is not None and left > self.limit:
-            if not idle:
+            least = self.popularity.least([*idle, key])
+            if least == key:
                 return None
-            least = self.popularity.least(idle)
             idle.remove(least)
             left -= self._bytes[least]
             evicted.append(least)

@@ -71,6 +71,8 @@ def test_pinned_keys_stay_and_may_leave_no_room() -> None:
         resident.use(key)
         resident.admit(key, 5)
     resident.pin("a")
+    for key in ("c", "d", "large"):
+        resident.use(key)
     assert resident.admit("c", 5) == ["b"]
     resident.pin("c")
     assert resident.admit("d", 1) is None
@@ -78,6 +80,20 @@ def test_pinned_keys_stay_and_may_leave_no_room() -> None:
     assert resident.admit("large", 11) is None
     resident.unpin("a")
     assert resident.admit("d", 1) == ["a"]
+
+
+def test_no_key_is_evicted_for_a_less_popular_one() -> None:
+    resident = ResidentSet(10, LeastFrequentlyUsed())
+    for key, uses in (("rare", 1), ("often", 3)):
+        for _ in range(uses):
+            resident.use(key)
+        assert resident.admit(key, 5) == []
+    for _ in range(2):
+        resident.use("new")
+    assert resident.admit("new", 10) is None, "it is used less than `often`"
+    assert "rare" in resident
+    assert "often" in resident
+    assert resident.admit("new", 5) == ["rare"]
 
 
 def test_without_a_limit_nothing_is_evicted() -> None:
@@ -99,8 +115,8 @@ def test_random_traces_keep_the_limit_and_the_pins(policy: type[Popularity]) -> 
         evicted = resident.admit(key, sizes[key])
         if evicted is None:
             assert {k for k in sizes if k in resident} == before
-            held = {k for k in pinned if k in resident}
-            assert sum(sizes[k] for k in held) + sizes[key] > 100
+            popular = {k for k in before if resident.popularity.least([k, key]) == key}
+            assert sum(sizes[k] for k in before & popular.union(pinned)) + sizes[key] > 100
         else:
             assert not set(evicted) & set(pinned)
             assert key in resident
