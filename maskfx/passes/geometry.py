@@ -11,8 +11,8 @@ from torch import fx
 from maskfx.ir.lanes import Lane, NotLaned
 from maskfx.ir.pyramid import Level, Window
 from maskfx.passes.context import PassContext, argument, node_value, op_name
-from maskfx.passes.lane_rules.sizes import constant_of
 from maskfx.passes.operators import CONVOLUTIONS, PADS, WINDOWS
+from maskfx.passes.symbolic_sizes import constant_of
 
 Pair = tuple[int, int]
 

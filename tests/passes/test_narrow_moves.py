@@ -139,6 +139,7 @@ def change_of(module: nn.Module) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("make", [Padded, Halved, Sliced, RolledJoined, Filled])
 def test_masks_move_with_sites(make: Callable[[], nn.Module]) -> None:
     assert error(*change_of(shared(make))) < TOLERANCE
+    assert denoiser_of(shared(make), picture).compilations[0].reasons == {}
 
 
 def test_results_that_lie_elsewhere_run_dense() -> None:

@@ -32,9 +32,9 @@ from maskfx.ir.lanes import (
 from maskfx.ir.pyramid import Level
 from maskfx.passes.context import argument, node_value
 from maskfx.passes.lane_rules.marker import Marker, Rules, same_part
-from maskfx.passes.lane_rules.sizes import is_same_size, is_size_of
 from maskfx.passes.lane_rules.windows import axis_number, is_picture_axis, placed, reached
 from maskfx.passes.mark_stages import STEP, stage_of
+from maskfx.passes.symbolic_sizes import is_same_size, is_size_of
 
 rule = Rules()
 

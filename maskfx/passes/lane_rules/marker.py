@@ -31,9 +31,9 @@ from maskfx.ir.nodes import is_symbol_arithmetic
 from maskfx.passes.context import PassContext, node_value, op_name
 from maskfx.passes.geometry import folds_into_users
 from maskfx.passes.lane_rules.moved import level_to_meet, results_elsewhere, whole_level
-from maskfx.passes.lane_rules.sizes import axes_of, has_remainder
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
 from maskfx.passes.operators import POINTWISE
+from maskfx.passes.symbolic_sizes import axes_of, has_remainder
 
 REPEATS = frozenset({"expand", "broadcast_to", "expand_as"})
 

@@ -32,8 +32,8 @@ from maskfx.passes.geometry import (
 )
 from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant
 from maskfx.passes.lane_rules.moved import is_rolled_back, listed
-from maskfx.passes.lane_rules.sizes import is_size_of, numbers_in
 from maskfx.passes.operators import CONVOLUTIONS, PADS, RESAMPLINGS
+from maskfx.passes.symbolic_sizes import is_size_of, numbers_in
 
 rule = Rules()
 NEAR = 1  # the most sites by which a roll may move a picture whose mask stays
