@@ -167,6 +167,7 @@ class Profile:
         least, most = self._rows_at(spec.parent, large)
         height, width = large.grid(level)
         edges = height + width if any((*spec.grow, *spec.extra)) else 0  # repeat the last sites
+        edges += spec.fill[0] * width + spec.fill[1] * height if spec.fill != (1, 1) else 0
         return (
             max(-(-least * prod(spec.times) // prod(spec.divide)), self.requests.least),
             min(most * prod(spec.times) + many * edges, many * height * width),

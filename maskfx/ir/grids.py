@@ -23,7 +23,13 @@ class LevelSpec(Protocol):
     @property
     def times(self) -> Size: ...
     @property
+    def grow(self) -> Size: ...
+    @property
     def divide(self) -> Size: ...
+    @property
+    def extra(self) -> Size: ...
+    @property
+    def fill(self) -> Size: ...
     @property
     def offset(self) -> Size: ...
     @property
@@ -53,6 +59,16 @@ class WindowSpec(Protocol):
     def counts(self) -> str: ...
     @property
     def weighted(self) -> bool: ...
+
+
+def level_size(level: LevelSpec, parent: Size) -> Size:
+    """Return the size of a level from that of its parent."""
+
+    def one(i: int) -> int:
+        count = (parent[i] * level.times[i] + level.grow[i]) // level.divide[i] + level.extra[i]
+        return -(-count // level.fill[i]) * level.fill[i]
+
+    return one(0), one(1)
 
 
 def mask_at(mask: Bools, level: LevelSpec, size: Size) -> Bools:

@@ -210,6 +210,15 @@ class Lane:
         return "[" + ", ".join(" ".join(map(atom_name, d)) or "1" for d in self.dims) + "]"
 
 
+def at_level(lane: Lane, level: int) -> Lane:
+    """Return the lane of an image at another level."""
+
+    def atom(found: Atom) -> Atom:
+        return type(found)(level) if isinstance(found, (Y, X)) else found
+
+    return Lane(tuple(tuple(map(atom, dim)) for dim in lane.dims))
+
+
 def map_whole(dim: Dim) -> Iterator[Atom]:
     """Add the missing image axis, vertical before horizontal, the order in which sites count."""
     for atom in dim:
@@ -218,6 +227,23 @@ def map_whole(dim: Dim) -> Iterator[Atom]:
         yield atom
         if isinstance(atom, Y):
             yield X(atom.level, spread=True)
+
+
+def same_dim(a: Dim | None, b: Dim) -> bool:
+    """Return True if the dimensions are equal up to how features are factored."""
+    if a is None:
+        return False
+    return a == b or merged(a) == merged(b)
+
+
+def merged(dim: Dim) -> tuple[Atom, ...]:
+    out: list[Atom] = []
+    for atom in dim:
+        if isinstance(atom, Feature) and out and isinstance(out[-1], Feature):
+            out[-1] = Feature(out[-1].size * atom.size)
+        else:
+            out.append(atom)
+    return tuple(out)
 
 
 def atom_name(atom: Atom) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from maskfx.ir.grids import level_size
 from maskfx.ir.lanes import (
     Atom,
     Batch,
@@ -87,7 +88,7 @@ class Level:
     `offset`: where the first site begins among the parent's, after `times`; with a padding of four
     sites at the top it is -4.
     `roll` is set for a level whose sites are its parent's, moved down and to the right as
-    `torch.roll` moves them.
+    `torch.roll` moves them. `fill`: sites are added at the far edges up to a multiple.
     """
 
     parent: int | None = None
@@ -98,12 +99,15 @@ class Level:
     region: int = 0
     offset: tuple[int, int] = (0, 0)
     roll: tuple[int, int] = (0, 0)
+    fill: tuple[int, int] = (1, 1)
 
     def size(self, parent: tuple[int, int]) -> tuple[int, int]:
-        def one(i: int) -> int:
-            return (parent[i] * self.times[i] + self.grow[i]) // self.divide[i] + self.extra[i]
+        return level_size(self, parent)
 
-        return one(0), one(1)
+    @property
+    def moves(self) -> bool:
+        """Whether its sites are apart from those of a level of the same size and place."""
+        return self.roll != (0, 0) or self.fill != (1, 1)
 
 
 Place = tuple[tuple[float, float], tuple[float, float]]  # of a first site, and between two
@@ -116,13 +120,19 @@ def is_near(one: Place, other: Place) -> bool:
 
 @dataclass
 class Pyramid:
-    """The levels of a denoiser and their sizes at capture; grows while lanes are marked."""
+    """The levels of a denoiser and their sizes at capture; grows while lanes are marked.
+
+    `others`: other sizes of the picture; with `apart`, levels are one only if they have the same
+    size for these too.
+    """
 
     batch: int
     base: tuple[int, int] | None = None
     segments: dict[str, int] = field(default_factory=dict)
     levels: list[Level] = field(default_factory=list)
     hints: list[tuple[int, int]] = field(default_factory=list)
+    others: tuple[tuple[int, int], ...] = ()
+    apart: bool = False
 
     def __post_init__(self) -> None:
         if self.base is not None and not self.levels:
@@ -152,19 +162,27 @@ class Pyramid:
             return prod(self.hints[level])
         return fixed if fixed is not None else self.segments[segment]
 
-    def level_of(self, size: tuple[int, int]) -> int | None:
-        """Return the level of this size, or None."""
-        return self.hints.index(size) if size in self.hints else None
+    def size_at(self, level: Level, base: tuple[int, int]) -> tuple[int, int]:
+        """Return the size of a level of a picture of another size."""
+        if level.parent is None:
+            return base
+        return level.size(self.size_at(self.levels[level.parent], base))
+
+    def is_as_large(self, one: Level, other: Level) -> bool:
+        """Return True if two levels have the same size for pictures of other sizes."""
+        return all(self.size_at(one, base) == self.size_at(other, base) for base in self.others)
 
     def derive(self, level: Level) -> int:
         """Return the level that `level` describes; add it if none has its size and its place."""
         assert level.parent is not None
-        size, rolled = level.size(self.hints[level.parent]), self.rolled_from(level.parent)
-        if level.roll == (0, 0):
+        size, moved = level.size(self.hints[level.parent]), self.moved_from(level.parent)
+        if not level.moves:
             own = self.place(level)
             for known, have in enumerate(self.hints):
-                alike = have == size and self.rolled_from(known) == rolled
-                if alike and is_near(own, self.place(self.levels[known])):
+                alike = have == size and self.moved_from(known) == moved
+                if not alike or not is_near(own, self.place(self.levels[known])):
+                    continue
+                if not self.apart or self.is_as_large(level, self.levels[known]):
                     return known
         elif level in self.levels:
             return self.levels.index(level)
@@ -182,19 +200,47 @@ class Pyramid:
         apart = [finer[i] * level.divide[i] for i in (0, 1)]
         return (begins[0], begins[1]), (apart[0], apart[1])
 
-    def rolled_from(self, level: int) -> int | None:
-        """Return the rolled level that a level is or is derived from, or None."""
+    def moved_from(self, level: int) -> int | None:
+        """Return the rolled or filled level that a level is or is derived from, or None."""
         found: int | None = level
-        while found is not None and self.levels[found].roll == (0, 0):
+        while found is not None and not self.levels[found].moves:
             found = self.levels[found].parent
         return found
 
     def rolled(self, level: int, shift: tuple[int, int]) -> int:
         """Return a level whose sites are moved; moving them back gives the level before."""
         own = self.levels[level]
-        if own.parent is not None and own.roll == (-shift[0], -shift[1]) != (0, 0):
-            return own.parent
-        return self.derive(Level(parent=level, roll=shift))
+        if own.parent is not None and own.roll != (0, 0):
+            level, shift = own.parent, (own.roll[0] + shift[0], own.roll[1] + shift[1])
+        return self.derive(Level(parent=level, roll=shift)) if shift != (0, 0) else level
+
+    def rolled_by(self, level: int) -> tuple[int, int]:
+        """Return by how many sites the level that this one is derived from last was rolled."""
+        moved = self.moved_from(level)
+        return (0, 0) if moved is None else self.levels[moved].roll
+
+    def distance(self, level: int) -> float:
+        """Return how far from the picture's a level's sites lie, its rolls included."""
+        far = sum(map(abs, self.place(self.levels[level])[0]))
+        moved = self.moved_from(level)
+        while moved is not None:
+            far += sum(map(abs, self.levels[moved].roll))
+            parent = self.levels[moved].parent
+            moved = None if parent is None else self.moved_from(parent)
+        return far
+
+    def resized(self, level: int, size: tuple[int, int]) -> list[int]:
+        """Return the levels of a size, those first that a picture resized to it most likely has."""
+        first, step = self.place(self.levels[level])
+        apart = [step[i] * self.hints[level][i] / max(size[i], 1) for i in (0, 1)]
+        own: Place = first, (apart[0], apart[1])
+        moved = self.moved_from(level)
+
+        def unlike(known: int) -> tuple[bool, bool]:
+            near = is_near(own, self.place(self.levels[known]))
+            return self.moved_from(known) != moved, not near
+
+        return sorted((n for n, have in enumerate(self.hints) if have == size), key=unlike)
 
     def level_in(self, region: int, level: int) -> int:
         """Return the same level with the active sites of `region`, whatever its present region."""

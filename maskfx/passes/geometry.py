@@ -10,8 +10,9 @@ from torch import fx
 
 from maskfx.ir.lanes import Lane, NotLaned
 from maskfx.ir.pyramid import Level, Window
-from maskfx.passes.context import argument, node_value, op_name
-from maskfx.passes.operators import CONVOLUTIONS, PADS
+from maskfx.passes.context import PassContext, argument, node_value, op_name
+from maskfx.passes.operators import CONVOLUTIONS, PADS, WINDOWS
+from maskfx.passes.symbolic_sizes import constant_of
 
 Pair = tuple[int, int]
 
@@ -206,19 +207,46 @@ def padded(found: Geometry, lane_of: Callable[[Any], Lane], keeps_padding: bool)
 
 def padding_of(node: fx.Node) -> tuple[str | None, list[int]]:
     """Return what stands beyond the border (None: another number than zero) and the padding."""
+    numbers = given_ends(node)
+    found = [n for n in numbers if isinstance(n, int)]
+    if len(found) < len(numbers) or value_of(node):
+        return None, [] if len(found) < len(numbers) else found
+    return edge_of(node), found + [0] * (4 - len(found))
+
+
+def folds_into_users(node: fx.Node) -> bool:
+    """Return True for a padding whose users all include it in their windows."""
+    if op_name(node) not in PADS or padding_of(node)[0] is None:
+        return False
+    users = [op_name(u) for u in node.users]
+    return bool(users) and all(u in WINDOWS for u in users)
+
+
+def given_ends(node: fx.Node) -> list[Any]:
+    """Return the padding before and after each axis, the last axis first: numbers or nodes."""
     pads = argument(node, 1, "pad") if op_name(node) in ("pad", "constant_pad_nd") else node.args[1]
-    numbers = [p if isinstance(p, int) else None for p in pads]  # type: ignore[union-attr]
-    if any(n is None for n in numbers):
-        return None, []
-    found = [n for n in numbers if n is not None] + [0] * (4 - len(numbers))
+    return list(pads)  # type: ignore[arg-type]
+
+
+def ends_of(ctx: PassContext, node: fx.Node) -> list[int | None]:
+    """Return the padding before and after each axis; None where the size of the picture decides."""
+    found = given_ends(node)
+    return [constant_of(ctx, p.meta["val"] if isinstance(p, fx.Node) else p) for p in found]
+
+
+def edge_of(node: fx.Node) -> str:
+    """Return by what a padding continues the picture; "" for a number."""
     name = op_name(node)
     if name in ("reflection_pad2d", "replication_pad2d"):
-        return ("reflect" if name == "reflection_pad2d" else "replicate"), found
-    mode = argument(node, 2, "mode", "constant") if name == "pad" else "constant"
-    if mode != "constant":
-        return str(mode), found
-    value = argument(node, 3, "value") if name == "pad" else argument(node, 2, "value", 0)
-    return (None if value else ""), found
+        return "reflect" if name == "reflection_pad2d" else "replicate"
+    mode = str(argument(node, 2, "mode", "constant")) if name == "pad" else "constant"
+    return "" if mode == "constant" else mode
+
+
+def value_of(node: fx.Node) -> Any:
+    """Return the number, or the node of one, that a padding adds."""
+    place = {"pad": 3, "constant_pad_nd": 2}.get(op_name(node))
+    return (argument(node, place, "value") or 0) if place and not edge_of(node) else 0
 
 
 def transposed_geometry(node: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:

@@ -28,7 +28,7 @@ def mark_lanes(graph: fx.Graph, ctx: PassContext) -> int:
     marker, refused = Marker(ctx, RULES), dict(ctx.dense)
     for node in graph.nodes:
         marker.mark(node)
-    if marker.missed & marker.known_joints():  # the size of an axis joined further down
+    if marker.unfinished:  # the size of an axis joined, or a level cut, further down
         ctx.dense.clear()
         ctx.dense.update(refused)
         marker.begin_again()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,8 +12,9 @@ from maskfx.ir.lanes import Lane, X, Y, lane_of
 from maskfx.ir.pyramid import Window
 from maskfx.ir.sources import Weights
 from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name
-from maskfx.passes.geometry import padding_of
-from maskfx.passes.lane_rules.windows import listed, site_shifts
+from maskfx.passes.geometry import edge_of, ends_of, value_of
+from maskfx.passes.lane_rules.moved import listed
+from maskfx.passes.lane_rules.windows import site_shifts
 from maskfx.passes.operators import PADS
 from maskfx.passes.row_form import full_rows, is_rows, pick_up
 
@@ -26,6 +28,8 @@ def narrow_moves(graph: fx.Graph, ctx: PassContext) -> int:
     After   y = gather(rows, halo, neighbours); z = gather(rows, halo, other neighbours)
     and     y = slice_scatter(x, z, 2, 0, h, 2)
     becomes y = where(weights > 0, gather(other rows, halo, neighbours), rows)
+    and     y = pad(x, [1, 1, 1, 1], value=2)
+    becomes y = where(weights > 0, gather(rows, halo, neighbours), full(2))
     Keeps   pads, slices and writes of features or tokens.
     """
     count = 0
@@ -36,7 +40,7 @@ def narrow_moves(graph: fx.Graph, ctx: PassContext) -> int:
         written = op_name(node) == "slice_scatter"
         moved: Any = node.args[1 if written else 0]
         source, target = need_lane(moved), need_lane(node)
-        window = window_of(node, source, target)
+        window = window_of(ctx, node, source, target)
         if window is None:
             moves = FEATURES.get(op_name(node))
             if moves is not None:
@@ -47,14 +51,24 @@ def narrow_moves(graph: fx.Graph, ctx: PassContext) -> int:
         width = prod(shape)
         rows = edit.reshape(edit.rows(moved), source.row_shape(), [width])
         picked = pick_up(edit, rows, width, window)
-        if written:
-            kept = edit.reshape(full_rows(edit, node.args[0], target), shape, [width])
-            inside = edit.input(f"weights_{window.name}", Weights(window))
-            here = edit.emit(aten.gt.Scalar, inside, 0)
+        if written or op_name(node) in PADS and value_of(node):
+            here = inside(edit, window)
+            kept = (
+                edit.reshape(full_rows(edit, node.args[0], target), shape, [width])  # type: ignore[arg-type]
+                if written
+                else edit.emit(aten.full_like.default, picked, value_of(node))
+            )
             picked = edit.emit(aten.where.self, here, picked, kept)
         edit.replace(edit.reshape(picked, [width], shape))
         count += 1
     return count
+
+
+def inside(edit: Editor, window: Window) -> fx.Node:
+    """Return for each row whether its window of one site reads a site."""
+    counted = replace(window, counts="inside")
+    weights = edit.input(f"weights_{counted.name}", Weights(counted))
+    return edit.emit(aten.gt.Scalar, weights, 0)
 
 
 def roll_features(edit: Editor, node: fx.Node) -> None:
@@ -81,7 +95,7 @@ def flip_features(edit: Editor, node: fx.Node) -> None:
 FEATURES = {"roll": roll_features, "flip": flip_features}  # what moves no sites
 
 
-def window_of(node: fx.Node, source: Lane, target: Lane) -> Window | None:
+def window_of(ctx: PassContext, node: fx.Node, source: Lane, target: Lane) -> Window | None:
     """Return the window of one site by which a result is read; None if no site moves."""
     levels = [
         next((a.level for a in lane.atoms() if isinstance(a, Y)), None) for lane in (source, target)
@@ -110,7 +124,16 @@ def window_of(node: fx.Node, source: Lane, target: Lane) -> Window | None:
             return Window(levels[0], levels[1], (1, 1), (1, 1), before, **kind)  # type: ignore[arg-type]
         stride = steps
     else:
-        found, pads = padding_of(node)
-        assert found is not None
-        edge, before = found, (pads[2], pads[0])
+        edge = edge_of(node)
+        before = starts_of(ctx, node, source)
     return Window(levels[0], levels[1], (1, 1), stride, before, edge=edge)
+
+
+def starts_of(ctx: PassContext, node: fx.Node, lane: Lane) -> tuple[int, int]:
+    """Return how many rows and columns a padding adds before the picture."""
+    ends, starts = ends_of(ctx, node), [0, 0]
+    for i in range(len(ends) // 2):
+        for atom in lane.dims[len(lane.dims) - 1 - i]:
+            if isinstance(atom, (Y, X)):
+                starts[isinstance(atom, X)] = ends[2 * i] or 0
+    return starts[0], starts[1]

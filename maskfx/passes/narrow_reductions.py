@@ -32,6 +32,8 @@ def narrow_reductions(graph: fx.Graph, ctx: PassContext) -> int:
     After   y = site_mean(rows, sums of the rest, spans)
     and     y = linalg_vector_norm(x, 2, [2, 3])
     becomes y = sqrt(site_mean(rows * rows, sums of the rest, spans))   (a sum, not divided)
+    and     y = matmul(a, b)                 (of a window's sites, which are features of a row)
+    becomes y = matmul(rows, other rows)
     Keeps   reductions of values without sites.
     """
     count = 0
@@ -191,6 +193,9 @@ def product(edit: Editor, node: fx.Node) -> None:
         mixed = edit.emit(ops.site_product, left, right, *rests, spans, rest)
         edit.replace_plain(edit.emit(aten.reshape.default, mixed, [-1, *node_shape(node)[1:]]))
         return
+    if la.has_sites and lb.has_sites:
+        edit.replace(per_row(edit, node, a, b))
+        return
     if la.has_sites and lb.kind == "const":
         edit.replace(by_constant(edit, node, a, b))
         return
@@ -203,6 +208,18 @@ def product(edit: Editor, node: fx.Node) -> None:
     shape = out.row_shape()
     depth = node_shape(node)[-1] if la.has_sites else node_shape(node)[-2]
     edit.replace(edit.reshape(mixed, [prod(shape) // depth, depth], shape))
+
+
+def per_row(edit: Editor, node: fx.Node, a: fx.Node, b: fx.Node) -> fx.Node:
+    """Multiply two matrices of features of each row."""
+    factors = []
+    for value in (a, b):
+        shape, own = node_shape(value)[-2:], need_lane(value).row_shape()
+        wide = [prod(own) // prod(shape), *shape]
+        factors.append(edit.reshape(edit.rows(value), own, wide))
+    out, shape = edit.emit(aten.matmul.default, *factors), need_lane(node).row_shape()
+    sides = node_shape(node)[-2:]
+    return edit.reshape(out, [prod(shape) // prod(sides), *sides], shape)
 
 
 def by_constant(edit: Editor, node: fx.Node, a: fx.Node, b: fx.Node) -> fx.Node:

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import Batch, Feature, Lane, NotLaned, grid_segment, lane_of, node_shape
+from maskfx.ir.lanes import (
+    Batch,
+    Feature,
+    Lane,
+    NotLaned,
+    grid_level,
+    grid_segment,
+    lane_of,
+    node_shape,
+)
 from maskfx.ir.pyramid import Window
 from maskfx.ir.sources import Halo, Neighbours, Weights
 from maskfx.passes.context import (
@@ -42,9 +51,10 @@ def spread_to(edit: Editor, value: object, out: Lane) -> Any:
         return value
     shape = aligned(lane, out)
     if lane.kind == "rows":
+        rows = edit.rows(value)
         if segments_of(edit, lane) != out.segments:
-            raise Unsupported(edit.node, f"{value} has rows {lane.segments}, not {out.segments}")
-        return spread_features(edit, edit.rows(value), lane.row_shape(), shape, out)
+            rows = read_at(edit, rows, lane, out)
+        return spread_features(edit, rows, lane.row_shape(), shape, out)
     if lane.kind == "sample":
         first = next(d for d in lane.dims if d)  # axes of size one may stand before the batch
         if not isinstance(first[0], Batch) or sum(isinstance(a, Batch) for a in lane.atoms()) > 1:
@@ -56,6 +66,19 @@ def spread_to(edit: Editor, value: object, out: Lane) -> Any:
         )
         return edit.emit(aten.index_select.default, flat, 0, edit.owner(out.segments))
     return edit.emit(aten.reshape.default, value, shape) if node_shape(value) != shape else value
+
+
+def read_at(edit: Editor, rows: fx.Node, lane: Lane, out: Lane) -> fx.Node:
+    """Read rows at the sites of another level of the same size, whose active sites are others."""
+    pyramid, shape = edit.ctx.pyramid, lane.row_shape()
+    pair = [grid_level(s) for part in (lane, out) for s in part.segments]
+    known = [level for level in pair if level is not None]
+    alike = len(pair) == len(known) == 2 and pyramid.hints[known[0]] == pyramid.hints[known[1]]
+    if not alike or pyramid.levels[known[0]].region != pyramid.levels[known[1]].region:
+        raise Unsupported(edit.node, f"it has rows {lane.segments}, not {out.segments}")
+    rows = edit.reshape(rows, shape, [prod(shape)])
+    window = Window(known[0], known[1], (1, 1), (1, 1), (0, 0))
+    return edit.reshape(pick_up(edit, rows, prod(shape), window), [prod(shape)], shape)
 
 
 def segments_of(edit: Editor, lane: Lane) -> tuple[str, ...]:

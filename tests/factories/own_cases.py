@@ -7,6 +7,7 @@ from tests.factories import (  # noqa: F401
     own_resampling,
     own_transformers,
     own_unets,
+    own_windows,
 )
 from tests.factories.own_denoisers import OWN, QUICK
 

@@ -250,13 +250,45 @@ def test_levels_of_upsampling(size: tuple[int, int]) -> None:
     assert Level(parent=0, times=(2, 3)).size(size) == tuple(out.shape[2:])
 
 
+def test_a_filled_level_is_a_level_of_its_own() -> None:
+    """It is as large as the picture here, and larger elsewhere; so is what is derived from it."""
+    within = Pyramid(1, (16, 24))
+    filled = within.derive(Level(parent=0, fill=(8, 8)))
+    assert within.hints[filled] == within.hints[0]
+    assert within.size_at(within.levels[filled], (17, 8)) == (24, 8)
+    quarter = within.derive(Level(parent=0, divide=(4, 4)))
+    own = within.derive(Level(parent=filled, divide=(4, 4)))
+    assert len({0, filled, quarter, own}) == 4
+    assert within.derive(Level(parent=own, times=(4, 4))) == filled
+    assert within.resized(own, (16, 24)) == [filled, 0]
+
+
+def test_levels_are_kept_apart_by_their_sizes_for_other_pictures() -> None:
+    half, again = Level(parent=0, divide=(2, 2)), Level(parent=1, times=(2, 2))
+    within = Pyramid(1, (16, 24), others=((17, 9),))
+    assert (within.derive(half), within.derive(again)) == (1, 0)
+    within.apart = True
+    assert (within.derive(half), within.derive(again)) == (1, 2)
+
+
+def test_rolls_add_up() -> None:
+    within = Pyramid(1, (16, 24))
+    first = within.rolled(0, (5, -3))
+    assert within.levels[within.rolled(first, (-2, 0))] == Level(parent=0, roll=(3, -3))
+    assert within.rolled(first, (-5, 3)) == 0
+    assert within.distance(first) == 8
+    coarse = within.derive(Level(parent=first, divide=(4, 4)))
+    assert within.rolled_by(coarse) == (5, -3)
+    assert within.rolled_by(0) == (0, 0)
+
+
 def test_a_pyramid_reuses_a_level_of_the_same_size() -> None:
     within = pyramid()
     half = Level(parent=0, grow=(1, 1), divide=(2, 2))
     assert within.derive(half) == within.derive(half) == 1
     assert within.derive(Level(parent=1, times=(2, 2))) == 0
-    assert within.level_of((5, 7)) == 1
-    assert within.level_of((6, 7)) is None
+    assert within.resized(0, (5, 7)) == [1]
+    assert within.resized(0, (6, 7)) == []
     assert within.segment_size("grid1") == 35
     assert within.size(Tokens(("text:0", "image", "fixed4"))) == 29
     assert within.token_atoms(["grid1"]) == (Y(1), X(1))

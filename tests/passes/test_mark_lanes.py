@@ -87,7 +87,7 @@ def test_marks_joint_tokens() -> None:
         (lambda x: x.mean(0, keepdim=True), picture, "batch"),
         (lambda x: x.amax(3, True), picture, "site axis"),
         (lambda x: x.clamp(max=x.shape[2] / 4), picture, "size of the picture"),
-        (lambda x: x.roll(3, 2), picture, "so far that its sites move"),
+        (lambda x: x.roll(x.shape[2] // 2, 2), picture, "a number that depends"),
         (lambda x: x[..., : x.shape[3] // 2].mean((2, 3), True), picture, "a part of its size"),
         (lambda x: x @ x.transpose(1, 2) @ x, None, "multiplies"),
     ],

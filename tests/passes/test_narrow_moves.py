@@ -90,6 +90,23 @@ class Shrunk(nn.Module):
         return self.convs(F.pad(sample, (4, 4, 4, 4), mode="reflect"))
 
 
+class RolledJoined(nn.Module):
+    """Sites move down by eight, meet those that stayed, and move back in two steps."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        moved = torch.roll(sample, 8, 2).tanh() + sample
+        return torch.roll(torch.roll(moved, -5, 2), -3, 2)
+
+
+class Filled(nn.Module):
+    """The picture is padded to a multiple of nine, and moves by three there."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        h, w = sample.shape[2:]
+        wide = F.pad(sample, (0, -w % 9, 0, -h % 9), value=0.5)
+        return (wide.roll((6, 3), (2, 3)).tanh() * 2).roll((-6, -3), (2, 3))[:, :, :h, :w]
+
+
 class Same(nn.Module):
     """What `Shrunk` computes, with a padding for each convolution."""
 
@@ -119,9 +136,20 @@ def change_of(module: nn.Module) -> tuple[Tensor, Tensor]:
     return denoiser.edit([step])[0][inside], module(then)[inside].detach()
 
 
-@pytest.mark.parametrize("make", [Padded, Halved, Sliced])
+@pytest.mark.parametrize("make", [Padded, Halved, Sliced, RolledJoined, Filled])
 def test_masks_move_with_sites(make: Callable[[], nn.Module]) -> None:
     assert error(*change_of(shared(make))) < TOLERANCE
+    assert denoiser_of(shared(make), picture).compilations[0].reasons == {}
+
+
+def test_results_that_lie_elsewhere_run_dense() -> None:
+    class Away(nn.Module):
+        def forward(self, sample: Tensor) -> Tensor:
+            return torch.roll(sample.tanh(), 5, 2)
+
+    denoiser = denoiser_of(Away(), picture)
+    assert denoiser.compilations[0].program is None
+    assert "elsewhere" in denoiser.explain()
 
 
 def test_masks_follow_windows_that_are_off_centre() -> None:

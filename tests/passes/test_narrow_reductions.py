@@ -135,6 +135,26 @@ class Times(nn.Module):
         return sample * torch.sin(table).mean(1)[:, :, None, None]
 
 
+class WindowProducts(nn.Module):
+    """Products of the sites of each window with each other, around a softmax."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        b, c, h, w = sample.shape
+        apart = sample.view(b, c, h // 2, 2, w // 2, 2)
+        x = apart.permute(0, 2, 4, 3, 5, 1).reshape(-1, 4, c)
+        scores = (x @ x.transpose(-2, -1)).tanh()
+        x = (scores.softmax(-1) * scores) @ x
+        x = x.view(b, h // 2, w // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4)
+        return x.reshape(b, c, h, w)
+
+
+def test_multiplies_matrices_of_each_row() -> None:
+    run = run_pass(narrow_reductions, WindowProducts(), picture)
+    assert run.before["matmul"] == run.after["matmul"] == run.rewrites == 2
+    assert run.gained("owner_product") == run.gained("site_product") == 0
+    check_values(WindowProducts(), picture, oracle=False)  # the twin knows no windows
+
+
 def test_keeps_reductions_without_sites() -> None:
     module = shared(Times)
     run = run_pass(narrow_reductions, module, timed)

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
+from maskfx.compiler.compile import Compilation
+from maskfx.runtime.batch import flops
 from tests.factories.masks import MASKS, full
 from tests.factories.own_cases import OWN, QUICK
+from tests.factories.own_windows import MOVED
 from tests.factories.zoo import Case, Size
 from tests.runtime.test_oracle import assert_kept_outside, assert_near, check_edits, relative_error
 
@@ -57,6 +60,17 @@ def check_batch(denoiser: maskfx.CompiledDenoiser, module: nn.Module, case: Case
     assert relative_error(first_tensor(got[0]), first_tensor(got[2])) > 0.01
 
 
+def share_of(compilation: Compilation, ratio: float) -> float:
+    """The FLOPs of an edit whose mask is a square of this share, over those of the module."""
+    assert compilation.program is not None
+    assert compilation.capture.module is not None
+    pyramid = compilation.program.interface.pyramid
+    sites = flops.square_sites(pyramid, flops.capture_sizes(pyramid), ratio)
+    rows = flops.row_flops(compilation.program, sites, pyramid.batch)
+    dense = flops.graph_flops(compilation.capture.module.graph)
+    return sum(rows.values()) / sum(dense.values())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_own_denoisers_edit_right_and_name_what_runs_dense(name: str) -> None:
     case = OWN[name]
@@ -69,6 +83,7 @@ def test_own_denoisers_edit_right_and_name_what_runs_dense(name: str) -> None:
         if case.named:
             assert compilation.reasons == {}
             assert compilation.program is not None
+            assert name not in MOVED or share_of(compilation, 0.1) < 0.15
         else:
             assert compilation.reasons
             assert next(iter(compilation.reasons)) in report

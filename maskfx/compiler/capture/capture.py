@@ -25,6 +25,7 @@ from maskfx.compiler.capture.roles import Argument, Sizes
 from maskfx.compiler.capture.whole import WholeModules
 from maskfx.ir import progress
 from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, int_hint, set_lane
+from maskfx.ir.other_sizes import other_bases
 from maskfx.ir.pyramid import Level, Pyramid
 
 log = logging.getLogger(__name__)
@@ -242,6 +243,14 @@ def finish(
                 expr = int(expr)
             if role in ("batch", "y", "x", "tokens") or role.startswith("text:"):
                 symbols.setdefault(role, expr)
+    sizes_seen: list[Any] = [
+        size
+        for node in placeholders
+        if isinstance(node.meta["val"], torch.Tensor)
+        for size in node.meta["val"].shape
+    ]
+    shape_env = next((s.node.shape_env for s in sizes_seen if isinstance(s, torch.SymInt)), None)
+    guards = [g.expr for g in shape_env.guards] if shape_env is not None else []
     pyramid = Pyramid(
         batch=sizes["batch"],
         base=(sizes["y"], sizes["x"]) if "y" in sizes else None,
@@ -249,6 +258,7 @@ def finish(
             **({"image": sizes["tokens"]} if "tokens" in sizes else {}),
             **{r: s for r, s in sizes.items() if r.startswith("text:")},
         },
+        others=other_bases(symbols, guards) if "y" in sizes and symbolic else (),
     )
     for node, leaf in zip(placeholders, leaves, strict=True):
         if leaf.tensor:
@@ -258,13 +268,6 @@ def finish(
         for i, (leaf, v, node) in enumerate(zip(leaves, values, placeholders, strict=True))
         if not leaf.tensor and not isinstance(node.meta["val"], torch.SymInt)
     }
-    sizes_seen: list[Any] = [
-        size
-        for node in placeholders
-        if isinstance(node.meta["val"], torch.Tensor)
-        for size in node.meta["val"].shape
-    ]
-    shape_env = next((s.node.shape_env for s in sizes_seen if isinstance(s, torch.SymInt)), None)
     result = Capture(
         module=module,
         leaves=list(leaves),
@@ -273,7 +276,7 @@ def finish(
         pyramid=pyramid,
         constants=constants,
         symbols=symbols,
-        guards=[g.expr for g in shape_env.guards] if shape_env is not None else [],
+        guards=guards,
         frozen=None if symbolic else dict(sizes),
         features=shapes_of(values),
         decisions=decisions,

@@ -8,6 +8,8 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from maskfx.ir.grids import level_size
+
 Size = tuple[int, int]  # height and width
 
 
@@ -17,7 +19,8 @@ class Level:
 
     With a region, a level has its parent's sites, of which others may be active. With a roll, it
     has its parent's sites moved down and to the right. `offset` is the site of the parent, counted
-    in its finer grid, at which the first site begins.
+    in its finer grid, at which the first site begins. With `fill`, sites are added at the far edges
+    up to a multiple.
     """
 
     parent: int | None
@@ -28,12 +31,10 @@ class Level:
     region: int
     roll: Size = (0, 0)
     offset: Size = (0, 0)
+    fill: Size = (1, 1)
 
     def size(self, parent: Size) -> Size:
-        def one(i: int) -> int:
-            return (parent[i] * self.times[i] + self.grow[i]) // self.divide[i] + self.extra[i]
-
-        return one(0), one(1)
+        return level_size(self, parent)
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,14 @@ from maskfx.ir.lanes import (
     int_hint,
     is_image,
     lane_of,
+    merged,
     node_shape,
     set_lane,
     shape_hint,
 )
 from maskfx.passes.context import Choice, argument, node_value, op_name
 from maskfx.passes.lane_rules import joins, mixing
-from maskfx.passes.lane_rules.marker import Marker, Rules, merged, same_part
+from maskfx.passes.lane_rules.marker import Marker, Rules, same_part
 from maskfx.passes.mark_stages import STEP, stage_of
 from maskfx.passes.operators import VIEWS
 

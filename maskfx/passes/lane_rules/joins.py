@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from maskfx.ir.lanes import (
     Tokens,
     X,
     Y,
+    at_level,
     filling_segment,
     fixed_segment,
     int_hint,
@@ -23,14 +25,16 @@ from maskfx.ir.lanes import (
     lane_of,
     node_shape,
     pad_segment,
+    same_dim,
     set_lane,
     shape_hint,
 )
 from maskfx.ir.pyramid import Level
 from maskfx.passes.context import argument, node_value
-from maskfx.passes.lane_rules.marker import Marker, Rules, same_dim, same_part
-from maskfx.passes.lane_rules.windows import at_level
+from maskfx.passes.lane_rules.marker import Marker, Rules, same_part
+from maskfx.passes.lane_rules.windows import axis_number, is_picture_axis, placed, reached
 from maskfx.passes.mark_stages import STEP, stage_of
+from maskfx.passes.symbolic_sizes import is_same_size, is_size_of
 
 rule = Rules()
 
@@ -44,7 +48,7 @@ def cat(m: Marker, node: fx.Node) -> Lane:
     if m.single:
         fill_up(m, node, nodes, axis)
     lanes = [m.need(n) for n in nodes]
-    dims = m.unify(nodes, out, free=axis)
+    dims = m.unify(nodes, out, free=axis, to=node)
     parts = [lane_of(n).dims[axis] for n in nodes]  # type: ignore[union-attr]
     sizes = [node_shape(n)[axis] for n in nodes]
     if all(all(isinstance(a, Feature) for a in p) for p in parts):
@@ -123,7 +127,7 @@ def stack(m: Marker, node: fx.Node) -> Lane:
     nodes: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
     out = node_shape(node)
     axis = argument(node, 1, "dim", 0) % len(out)
-    dims = m.unify(nodes, out[:axis] + out[axis + 1 :])
+    dims = m.unify(nodes, out[:axis] + out[axis + 1 :], to=node)
     return Lane(
         tuple([*dims[:axis], (Feature(len(nodes)),) if len(nodes) > 1 else (), *dims[axis:]])
     )
@@ -165,10 +169,11 @@ def slice_(m: Marker, node: fx.Node) -> Lane:
     lane = m.need(node.args[0])
     axis = argument(node, 1, "dim", 0) % len(lane.dims)
     before, after = node_shape(node.args[0])[axis], node_shape(node)[axis]  # type: ignore[arg-type]
+    if is_picture_axis(lane, axis):
+        whole, size = (n.meta["val"].shape[axis] for n in (node.args[0], node))  # type: ignore[union-attr]
+        return lane if is_same_size(m.ctx, whole, size) else site_slice(m, node, lane, axis)
     if before == after:
         return lane
-    if is_picture_axis(lane, axis):
-        return site_slice(m, node, lane, axis)
     start = int_hint(hinted(argument(node, 2, "start", 0) or 0))
     start = start + before if start < 0 else start
     if argument(node, 4, "step", 1) != 1 and not lane.is_feature_dim(axis):
@@ -180,12 +185,6 @@ def slice_(m: Marker, node: fx.Node) -> Lane:
         if read is not None and has_site(read):
             return Lane((*part.dims[:axis], read, *part.dims[axis + 1 :]))
     return part
-
-
-def is_picture_axis(lane: Lane, axis: int) -> bool:
-    """Return True for the rows or the columns of a picture."""
-    dim = lane.dims[axis]
-    return len(dim) == 1 and isinstance(dim[0], (Y, X)) and not lane.is_half
 
 
 def written_sites(m: Marker, node: fx.Node, axis: int, start: int) -> Lane:
@@ -206,48 +205,69 @@ def site_slice(m: Marker, node: fx.Node, lane: Lane, axis: int) -> Lane:
     """Return the lane of every n-th row or column of a picture from a fixed one on."""
     start, step = argument(node, 2, "start", 0) or 0, argument(node, 4, "step", 1)
     whole, size = (n.meta["val"].shape[axis] for n in (node.args[0], node))  # type: ignore[union-attr]
-    atom = lane.dims[axis][0]
-    assert isinstance(atom, (Y, X))
+    i, level = axis_number(lane, axis), lane.dims[axis][0].level  # type: ignore[union-attr]
     if not isinstance(start, int) or start < 0:
         raise NotLaned(f"it cuts dimension {axis} of {lane} at {start}")
     if isinstance(whole, torch.SymInt) and not isinstance(size, torch.SymInt):
         raise NotLaned(f"it keeps {size} of dimension {axis} of {lane}")
-    cut = cut_off(hinted(argument(node, 3, "end")), whole)
-    if cut is None:
-        raise NotLaned(f"it cuts dimension {axis} of {lane} at a part of its size")
-    level, at = sliced_level(m, lane, axis, start, step, cut), m.ctx.pyramid.hints[atom.level]
-    wanted = (int_hint(size), at[1]) if isinstance(atom, Y) else (at[0], int_hint(size))
-    if m.ctx.pyramid.hints[level] != wanted:
+    at = placed(m.ctx.pyramid.hints[level], i, int_hint(size))
+    found = kept_level(m, node, lane, axis, start) if step == 1 else None
+    if found is None:
+        cut = cut_off(hinted(argument(node, 3, "end")), whole)
+        if cut is None:
+            raise NotLaned(f"it cuts dimension {axis} of {lane} at a part of its size")
+        found = sliced_level(m, lane, axis, start, step, cut)
+    if m.ctx.pyramid.hints[found] != at:
         raise NotLaned(f"it cuts dimension {axis} of {lane}")
-    return at_level(lane, level)
+    return at_level(lane, found)
+
+
+def kept_level(m: Marker, node: fx.Node, lane: Lane, axis: int, start: int) -> int | None:
+    """Return the known level that a slice keeps, such as the one before a padding; or None."""
+    i, level = axis_number(lane, axis), lane.dims[axis][0].level  # type: ignore[union-attr]
+    whole, size = (n.meta["val"].shape[axis] for n in (node.args[0], node))  # type: ignore[union-attr]
+    own = m.ctx.pyramid.levels[level]
+    before = replace(
+        own,
+        grow=placed(own.grow, i, 0),
+        offset=placed(own.offset, i, 0),
+        fill=placed(own.fill, i, 1),
+    )
+    filled = own.parent is not None and own.fill[i] > 1 and start == -own.offset[i]
+    if filled and is_size_of(m.ctx, size, before, (i,)):
+        return own.parent if before == Level(own.parent) else m.ctx.pyramid.derive(before)
+    if start == 0 and is_same_size(m.ctx, whole, size, admitted=True):
+        return level
+    left = whole - size
+    if isinstance(left, int) or left.node.maybe_as_int() is not None:
+        return None
+    m.differ = True
+    found = reached(m, node, lane, Level(level, offset=placed((0, 0), i, start)))
+    return None if found == level and start else found
 
 
 def sliced_level(m: Marker, lane: Lane, axis: int, start: int, step: int, cut: int) -> int:
     """Return the level of every n-th row or column from `start` on, without the last `cut`."""
-    atom = lane.dims[axis][0]
-    assert isinstance(atom, (Y, X))
-
-    def along(number: int, other: int) -> tuple[int, int]:
-        return (number, other) if isinstance(atom, Y) else (other, number)
-
+    i, level = axis_number(lane, axis), lane.dims[axis][0].level  # type: ignore[union-attr]
     return m.ctx.pyramid.derive(
         Level(
-            parent=atom.level,
-            grow=along(step - 1 - start - cut, 0),
-            divide=along(step, 1),
-            offset=along(start, 0),
+            parent=level,
+            grow=placed((0, 0), i, step - 1 - start - cut),
+            divide=placed((1, 1), i, step),
+            offset=placed((0, 0), i, start),
         )
     )
 
 
 def cut_off(end: Any, whole: Any) -> int | None:
     """Return how many of a dimension's last places a slice leaves; None if sizes differ in it."""
-    if end is None or int_hint(end) >= int_hint(whole):
+    if end is None or isinstance(end, int) and end >= int_hint(whole):
         return 0
     if int_hint(end) < 0:
         return -end if isinstance(end, int) else None
     left = whole - end
-    return left if isinstance(left, int) else left.node.maybe_as_int()
+    found = left if isinstance(left, int) else left.node.maybe_as_int()
+    return max(found, 0) if found is not None else 0 if int_hint(end) > int_hint(whole) else None
 
 
 def hinted(value: object) -> Any:

@@ -17,7 +17,7 @@ rule = Rules()
 def pointwise(m: Marker, node: fx.Node) -> Lane:
     if not isinstance(node.meta["val"], torch.Tensor):
         raise NotLaned(f"no rule covers {node.target} of one tensor")  # `where` that lists indices
-    return Lane(tuple(m.unify(node.all_input_nodes, node_shape(node))))
+    return Lane(tuple(m.unify(node.all_input_nodes, node_shape(node), to=node)))
 
 
 @rule("linear")

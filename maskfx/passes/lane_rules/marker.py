@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from maskfx.ir.lanes import (
-    Atom,
     Batch,
     Dim,
     Feature,
@@ -20,17 +19,21 @@ from maskfx.ir.lanes import (
     Tokens,
     X,
     Y,
+    at_level,
     int_hint,
     lane_of,
     lanes_of,
+    same_dim,
     set_lane,
     shape_hint,
 )
 from maskfx.ir.nodes import is_symbol_arithmetic
 from maskfx.passes.context import PassContext, node_value, op_name
-from maskfx.passes.geometry import padding_of
+from maskfx.passes.geometry import folds_into_users
+from maskfx.passes.lane_rules.moved import level_to_meet, results_elsewhere, whole_level
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
-from maskfx.passes.operators import PADS, POINTWISE, WINDOWS
+from maskfx.passes.operators import POINTWISE
+from maskfx.passes.symbolic_sizes import axes_of, has_remainder
 
 REPEATS = frozenset({"expand", "broadcast_to", "expand_as"})
 
@@ -47,6 +50,8 @@ class Marker:
         missed: sizes that no known axis explained.
         read: values whose axes were read from sizes, because no rule determines them, and what is
             computed from these.
+        differ: whether sizes that are equal at capture differ for other pictures, and are padded or
+            cut to each other; then the next round keeps their levels apart.
     """
 
     ctx: PassContext
@@ -55,12 +60,15 @@ class Marker:
     doubtful: dict[Any, set[Dim]] = field(default_factory=dict)
     missed: set[Any] = field(default_factory=set)
     read: set[fx.Node] = field(default_factory=set)
+    differ: bool = False
 
     def mark(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             set_lane(node, self.own(node, lane_of(node)))
             return
         if node.op == "output":
+            for result in results_elsewhere(self.ctx.pyramid, node):
+                self.refuse(result, "it is a picture whose sites lie elsewhere than the input's")
             return
         value = node.meta.get("val")
         if node.op == "get_attr":
@@ -97,6 +105,12 @@ class Marker:
     def single(self) -> bool:
         """Whether a single sample was captured, without a batch."""
         return self.ctx.pyramid.batch == 1
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether another round would know more than this one did."""
+        found = self.differ and not self.ctx.pyramid.apart
+        return found or bool(self.missed & self.known_joints())
 
     @property
     def square(self) -> bool:
@@ -158,6 +172,7 @@ class Marker:
             self.doubtful.setdefault(size, set()).update(dims)
         self.joints.clear()
         self.read.clear()
+        self.ctx.pyramid.apart = self.differ
 
     def infer(self, node: fx.Node) -> Lane | tuple[Lane | None, ...]:
         name = op_name(node)
@@ -262,13 +277,10 @@ class Marker:
             return (Tokens(("image",)),)
         if len(roles) == 1 and hint == pyramid.segments.get(min(roles)):
             return (Tokens((min(roles),)),)
-        for level, (h, w) in enumerate(pyramid.hints):
-            if hint == h * w and roles == {"y", "x"}:
-                return (Y(level), X(level))
-            if hint == h and roles == {"y"}:
-                return (Y(level),)
-            if hint == w and roles == {"x"}:
-                return (X(level),)
+        for admitted in (False,) if has_remainder(size) else (False, True):
+            found = axes_of(self.ctx, size, roles, admitted)
+            if found is not None:
+                return found
         self.missed.add(size.node.expr)
         joint = self.joints.get(size.node.expr) or self.doubtful.get(size.node.expr, set())
         return next(iter(joint)) if len(joint) == 1 else None
@@ -281,8 +293,16 @@ class Marker:
             raise NotLaned(f"the axes of its input {node} are unknown")
         return lane
 
-    def unify(self, nodes: Sequence[Any], out: Sequence[int], free: int | None = None) -> list[Dim]:
+    def unify(
+        self,
+        nodes: Sequence[Any],
+        out: Sequence[int],
+        free: int | None = None,
+        to: fx.Node | None = None,
+    ) -> list[Dim]:
         """Return the dimensions of a broadcast; `free` is a dimension that isn't compared.
+
+        `to`: the result, for which pictures whose sites lie apart are read at one level.
 
         A value that belongs to the request (a position table, a mask) adopts the meaning of the
         dimensions that it is broadcast with.
@@ -292,10 +312,13 @@ class Marker:
         ]
         tensors.sort(key=lambda n: (-stage_of(n), op_name(n) in REPEATS, lane_of(n) is None))
         dims: list[Dim] = [() for _ in out]
+        level = None if to is None else level_to_meet(self.ctx.pyramid, tensors, to)
         for node in tensors:
             shape = shape_hint(node_value(node))
             offset = len(out) - len(shape)
             lane = lane_of(node)
+            if level is not None and lane is not None and stage_of(node) == STEP:
+                lane = at_level(lane, level) if whole_level(lane) is not None else lane
             adopted: list[Dim | None] = [None] * len(shape)
             if lane is not None:
                 adopted = list(lane.dims)
@@ -336,31 +359,6 @@ def is_repeated(node: fx.Node, axis: int) -> bool:
     source = node_value(node.args[0])  # type: ignore[arg-type]
     own = axis - (len(node.meta["val"].shape) - source.dim())
     return own < 0 or int_hint(source.shape[own]) == 1
-
-
-def folds_into_users(node: fx.Node) -> bool:
-    """Return True for a padding whose users all include it in their windows."""
-    if op_name(node) not in PADS or padding_of(node)[0] is None:
-        return False
-    users = [op_name(u) for u in node.users]
-    return bool(users) and all(u in WINDOWS for u in users)
-
-
-def same_dim(a: Dim | None, b: Dim) -> bool:
-    """Return True if the dimensions are equal up to how features are factored."""
-    if a is None:
-        return False
-    return a == b or merged(a) == merged(b)
-
-
-def merged(dim: Dim) -> tuple[Atom, ...]:
-    out: list[Atom] = []
-    for atom in dim:
-        if isinstance(atom, Feature) and out and isinstance(out[-1], Feature):
-            out[-1] = Feature(out[-1].size * atom.size)
-        else:
-            out.append(atom)
-    return tuple(out)
 
 
 def constant_lane(shape: Sequence[int]) -> Lane:

@@ -6,14 +6,23 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from maskfx.ir.lanes import Batch, Dim, Feature, Lane, NotLaned, Tokens, X, Y
+from maskfx.ir.lanes import (
+    Batch,
+    Dim,
+    Feature,
+    Lane,
+    NotLaned,
+    Tokens,
+    X,
+    Y,
+    merged,
+    same_dim,
+)
 from maskfx.passes.context import argument
 from maskfx.passes.lane_rules.marker import (
     Marker,
     Rules,
-    merged,
     need_constant,
-    same_dim,
     same_part,
 )
 from maskfx.passes.operators import REDUCTIONS, merges_sites, reduced_dims
@@ -163,6 +172,14 @@ def matmul(m: Marker, node: fx.Node) -> Lane:
         return out
     if not contracted and sites == 1 and b.kind == "const":
         return out
-    if sites == 0:
+    if sites == 0 or is_per_row(a, b):
         return out
     raise NotLaned(f"it multiplies {a} by {b}")
+
+
+def is_per_row(a: Lane, b: Lane) -> bool:
+    """Return True if each row holds both factors, matrices of features, such as its window's."""
+    inner = all(lane.is_feature_dim(i) for lane in (a, b) for i in (-2, -1))
+    outer = a.dims[:-2], b.dims[:-2]
+    alike = len(outer[0]) == len(outer[1]) and all(map(same_dim, *outer))
+    return inner and alike and Lane(outer[0]).has_sites
