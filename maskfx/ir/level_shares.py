@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maskfx.ir.grids import Bools, Size, mask_at
+from maskfx.ir.grids import Bools, Size, level_size, mask_at
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class LevelShare:
 
     Args:
         parent: The number of the level that it is derived from; None for the mask's.
-        grow, divide, extra, times, offset, roll: How its sites lie on its parent's.
+        grow, divide, extra, times, offset, roll, fill: How its sites lie on its parent's.
         per_site: FLOPs of a site, relative to those of a whole picture per site of the mask.
         per_pair: The same of attention, of a site and one that it attends to.
     """
@@ -33,14 +33,9 @@ class LevelShare:
     times: Size = (1, 1)
     offset: Size = (0, 0)
     roll: Size = (0, 0)
+    fill: Size = (1, 1)
     per_site: float = 1.0
     per_pair: float = 1.0
-
-    def size(self, parent: Size) -> Size:
-        def one(i: int) -> int:
-            return (parent[i] * self.times[i] + self.grow[i]) // self.divide[i] + self.extra[i]
-
-        return one(0), one(1)
 
 
 class MaskWork(NamedTuple):
@@ -62,8 +57,8 @@ def work_of(shares: Sequence[LevelShare], mask: Bools) -> MaskWork:
             masks.append(mask)
         else:
             parent = masks[share.parent]
-            height, width = share.size((parent.shape[0], parent.shape[1]))
-            masks.append(mask_at(parent, share, (height, width)))
+            size = level_size(share, (parent.shape[0], parent.shape[1]))
+            masks.append(mask_at(parent, share, size))
         active = float(np.count_nonzero(masks[-1]))
         sites += share.per_site * active
         pairs += share.per_pair * active * masks[-1].size

@@ -54,7 +54,7 @@ def narrow_moves(graph: fx.Graph, ctx: PassContext) -> int:
         if written or op_name(node) in PADS and value_of(node):
             here = inside(edit, window)
             kept = (
-                edit.reshape(full_rows(edit, node.args[0], target), shape, [width])  # type: ignore[arg-type]
+                edit.reshape(full_rows(edit, node.args[0], target), shape, [width])
                 if written
                 else edit.emit(aten.full_like.default, picked, value_of(node))
             )

@@ -66,7 +66,7 @@ def own_levels(pyramid: Pyramid) -> tuple[list[int], list[LevelShare]]:
         own = pyramid.levels[number]
         above = own.parent
         parent = None if above is None else numbers.index(without_region(pyramid, above))
-        geometry = (own.grow, own.divide, own.extra, own.times, own.offset, own.roll)
+        geometry = (own.grow, own.divide, own.extra, own.times, own.offset, own.roll, own.fill)
         shares.append(LevelShare(parent, *geometry))
     return numbers, shares
 

@@ -29,6 +29,8 @@ class Swin(nn.Module):
     `fills`: the picture is padded to whole windows and cut back.
     """
 
+    index: Tensor
+
     def __init__(self, side: int = 4, shift: int = 0, fills: bool = False) -> None:
         super().__init__()
         self.side, self.shift, self.fills = side, shift, fills
