@@ -54,6 +54,11 @@ class CallHandler(Protocol):
         ...
 
     @property
+    def clean(self) -> bool:
+        """Whether clean latents are extrapolated in place of outputs."""
+        ...
+
+    @property
     def reads_times(self) -> bool:
         """Whether calls need their scheduler times; reading them from a device blocks the host."""
         ...
@@ -111,6 +116,7 @@ class DenseHandler:
     records: ClassVar[bool] = False
     title: str | None = None
     selection: StepSelection = EVERY_STEP
+    clean: bool = False
     reads_times: bool = False
     codes: bool = False
 
