@@ -91,7 +91,7 @@ PLANS: dict[str, dict[str, Any]] = {
 TOLERANCE = 0.1  # of a trained judge
 FIGURES = ("ssim", "psnr", "patches", "named")  # whose means are taken
 # Families of which one side runs before all others.
-WARMED = (DENSE, "patches, threshold, step", "patches, threshold, stretch")
+WARMED = (DENSE, "whole steps", "patches, threshold, step", "patches, threshold, stretch")
 
 
 def trained(bench: Bench, runs: int, age: int) -> TableJudge:

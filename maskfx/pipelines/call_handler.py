@@ -148,6 +148,15 @@ class DenseHandler:
 
 
 @dataclass
+class SelectedStepsHandler(DenseHandler):
+    """Runs the calls of selected steps dense; outputs of the others are extrapolated."""
+
+    selection: StepSelection
+    clean: bool = False
+    reads_times: bool = True
+
+
+@dataclass
 class RecordHandler(DenseHandler):
     """Runs every call dense and records it as a template, which is complete after `finish`.
 

@@ -14,6 +14,7 @@ from maskfx.runtime.reuse.clean import KINDS, Mixture, latents_like
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times
 
+STRAIGHT = 0.0  # weight of a parabola: clean latents go on along a line
 Key = tuple[Any, ...]  # denoiser, branch and shapes: guidance may end midway
 
 
@@ -22,7 +23,7 @@ class Forecasts:
     """Continues the outputs of each kind of call, or the clean latents that they predict.
 
     Args:
-        pipe: The pipeline, whose scheduler says how a step's latents are mixed.
+        pipe: The pipeline, whose scheduler has the noise level of each timestep.
         clean: Whether to continue clean latents. Where they don't follow from an output (other
             kinds of denoisers, timesteps that aren't the scheduler's), outputs are continued.
     """
@@ -36,8 +37,9 @@ class Forecasts:
         """Take the output of a computed call."""
         latents = latents_like(list(inputs.values()), result) if self.clean else None
         mixture = None if latents is None else mixture_at(self.pipe, times)
-        converts = self._converts.setdefault(key, mixture is not None)
-        if converts and mixture is not None and latents is not None:
+        if self._converts.setdefault(key, mixture is not None):
+            if latents is None or mixture is None:
+                return  # clean latents of the other steps don't continue this output
             result = converted(result, lambda leaf: mixture.clean(latents, leaf))
         self._curve(key).learn(times, result)
 
@@ -61,7 +63,9 @@ class Forecasts:
             del self._curves[known]
 
     def _curve(self, key: Key) -> Curve:
-        return self._curves.setdefault(key, Curve())
+        if key not in self._curves:
+            self._curves[key] = Curve(STRAIGHT) if self._converts.get(key) else Curve()
+        return self._curves[key]
 
 
 def converted(result: object, convert: Any) -> Any:
@@ -70,7 +74,7 @@ def converted(result: object, convert: Any) -> Any:
 
 
 def mixture_at(pipe: object, times: Times) -> Mixture | None:
-    """Return how a call's latents are mixed; None if the scheduler doesn't say.
+    """Return how a call's latents are mixed; None if they aren't known.
 
     A denoiser that was trained with a table of noise levels reads them by number of the timestep,
     whichever scheduler steps. Flow models have no such table: their paths are nearly straight.

@@ -33,6 +33,8 @@ class Quality:
             extrapolate its outputs on the others. Defaults to 1. First and last steps always run,
             and at least `least`. If passed to compile(), templates store only the computed
             steps; a call that computes other steps gets a separate template.
+        unmasked: Whether `every` also applies to calls without a mask. Defaults to False: they
+            compute every step.
         least: Number of steps that run at least where `every` is more than one. Defaults to 6, so
             that short runs keep their likeness. A lower number is faster: `every=7, least=2` runs
             4 of 20 steps.
@@ -83,6 +85,7 @@ class Quality:
     wide: int = 0
     margin: int = 1
     every: int = 1
+    unmasked: bool = False
     least: int = LEAST
     forecast: str = "output"
     feather: int = 0
@@ -103,8 +106,9 @@ class Quality:
             value = getattr(self, name)
             if type(value) is not int or value < bound:
                 raise InputError(f"Quality: {name}={value!r}: give a whole number, {bound} or more")
-        if type(self.any_mask) is not bool:
-            raise InputError(f"Quality: any_mask={self.any_mask!r}: give True or False")
+        for name in ("any_mask", "unmasked"):
+            if type(getattr(self, name)) is not bool:
+                raise InputError(f"Quality: {name}={getattr(self, name)!r}: give True or False")
         if self.reuse not in REUSES:
             raise InputError(f"Quality: reuse={self.reuse!r}: choose one of {', '.join(REUSES)}")
         if self.vae not in VAES:

@@ -241,6 +241,20 @@ def test_forecast_steps_come_near_to_the_computed_ones() -> None:
     assert 0 < distance(near, whole) < 0.1 < distance(far, whole)
 
 
+def test_calls_without_a_mask_forecast_if_they_are_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe, steps = compiled(TEXT), Steps(monkeypatch)
+    dense, near, far = (
+        latents(pipe, **call_of(PIPES[TEXT], num_inference_steps=20), quality=quality)
+        for quality in (every(5), every(2, unmasked=True), every(5, least=2, unmasked=True))
+    )
+    assert len(steps.taken()) == 20 + 11 + 5
+    assert 0 < distance(near, dense) < distance(far, dense)
+    with pytest.raises(InputError, match="unmasked=1: give True or False"):
+        maskfx.Quality(unmasked=1)  # type: ignore[arg-type]
+
+
 def test_edits_that_forecast_share_steps_with_others() -> None:
     pipe = compiled(FLUX)
 

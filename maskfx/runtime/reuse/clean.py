@@ -1,4 +1,4 @@
-"""Clean latents: what a denoiser's output says that its input would be without noise, and back.
+"""Clean latents: what a denoiser's input would be without noise, by its output; and back.
 
 A denoiser of this kind reads `signal * clean + noise * eps`, with two numbers that follow from the
 timestep, and predicts `eps`, or the velocity `signal * eps - noise * clean`. Its prediction of the
