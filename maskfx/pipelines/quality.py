@@ -40,9 +40,9 @@ class Quality:
             4 of 20 steps.
         forecast: What is extrapolated on the other steps. "output" (default): the denoiser's
             outputs. "clean": the clean latents that they predict, from which an output follows at
-            the latents of its step. Closer to the dense run at few computed steps where the
-            denoiser predicts noise or velocity by a table of noise levels, as in Stable Diffusion;
-            others, such as flow models, extrapolate outputs.
+            the latents of its step. Applies where the denoiser predicts noise or velocity by a
+            table of noise levels, as in Stable Diffusion; others, such as flow models, extrapolate
+            outputs.
         feather: Width in pixels, inside the mask's edge, over which the new image fades in.
             Defaults to 0.
         reuse: "template" (default) records a missing template, then edits it. "steps" needs none:
