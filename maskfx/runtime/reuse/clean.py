@@ -40,15 +40,15 @@ class Mixture:
         """Return the clean latents that an output predicts."""
         x, f = widened(latents, output)
         signal, noise = self._shares(x)
-        found = (x - noise * f) / signal if self.kind == EPSILON else signal * x - noise * f
-        return found.to(output.dtype)
+        x0: Tensor = (x - noise * f) / signal if self.kind == EPSILON else signal * x - noise * f
+        return x0.to(output.dtype)
 
     def output(self, latents: Tensor, clean: Tensor) -> Tensor:
         """Return the output that predicts these clean latents."""
         x, c = widened(latents, clean)
         signal, noise = self._shares(x)
-        found = (x - signal * c) if self.kind == EPSILON else signal * x - c
-        return (found / noise).to(clean.dtype)
+        scaled: Tensor = x - signal * c if self.kind == EPSILON else signal * x - c
+        return (scaled / noise).to(clean.dtype)
 
     def _shares(self, x: Tensor) -> tuple[Any, Any]:
         shares = [[max(FAINTEST, v) for v in values] for values in (self.signal, self.noise)]
