@@ -48,7 +48,8 @@ class Mixture:
         x, c = widened(latents, clean)
         signal, noise = self._shares(x)
         scaled: Tensor = x - signal * c if self.kind == EPSILON else signal * x - c
-        return (scaled / noise).to(clean.dtype)
+        found: Tensor = scaled / noise
+        return found.to(clean.dtype)
 
     def _shares(self, x: Tensor) -> tuple[Any, Any]:
         shares = [[max(FAINTEST, v) for v in values] for values in (self.signal, self.noise)]
