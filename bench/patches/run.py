@@ -6,8 +6,10 @@
 All of a picture is made: from noise (text-to-image), or from a picture (image-to-image, --strength
 below 1). The reference of each picture is diffusers' run with the same noise and all steps. Sides
 alternate; speed is the CPU time of the whole call, encoders and autoencoder included, because
-machines are shared. Likeness is SSIM and PSNR to the reference, and the Frechet distance of the
-probe's features of a side's pictures to those of the references.
+machines are shared. Likeness is SSIM and PSNR to the reference, the share of crops (the picture and
+its quarters) in which the probe names the same shape and colour, and the Frechet distance of the
+probe's features of a side's pictures to those of the references. For each baseline it is reported
+whether it crosses our frontier (`bench/patches/frontier.py`).
 
 With --rows every finished picture is kept in that file, and the same command goes on with those
 that are missing; --seconds ends a run after the picture during which they are over. --only adds
@@ -36,6 +38,7 @@ import torch
 from torch import nn
 
 from bench import harness
+from bench.patches import frontier
 from bench.patches.kept import Kept, common
 from bench.patches.sides import DENSE, Bench, Made, Side, sides_of
 from bench.quality.bed import WARM_UP, Bed, Pixels
@@ -48,6 +51,7 @@ from maskfx.shipped import FOLDER as SHIPPED
 from maskfx.shipped import reference
 from training.edits import load_probe
 from training.probe import crop_around
+from training.scenes import COLOURS, SHAPES
 from training.train import RUNS
 from training.vae import as_pictures
 
@@ -55,8 +59,8 @@ Row = dict[str, Any]
 STEPS = 20
 PLANS: dict[str, dict[str, Any]] = {
     "unet": {
-        "steps": (12, 8),
-        "every": (2, 3, 4),
+        "steps": (12, 8, 6, 5, 4),
+        "forecasts": ("output", "clean"),
         "settings": (
             *(("step", "alike", 2, value) for value in (0.1, 0.2)),
             ("step", "alike", 4, 0.1),
@@ -69,8 +73,8 @@ PLANS: dict[str, dict[str, Any]] = {
         "age": 4,
     },
     "dit": {
-        "steps": (12, 8),
-        "every": (2, 3, 4),
+        "steps": (12, 8, 6, 5, 4),
+        "forecasts": ("output",),  # a flow model's clean latents aren't continued
         "settings": (
             *(("step", "alike", 4, value) for value in (0.003, 0.005, 0.01)),
             ("step", "alike", 2, 0.005),
@@ -85,8 +89,9 @@ PLANS: dict[str, dict[str, Any]] = {
     },
 }
 TOLERANCE = 0.1  # of a trained judge
+FIGURES = ("ssim", "psnr", "patches", "named")  # whose means are taken
 # Families of which one side runs before all others.
-WARMED = (DENSE, "patches, threshold, step", "patches, threshold, stretch")
+WARMED = (DENSE, "whole steps", "patches, threshold, step", "patches, threshold, stretch")
 
 
 def trained(bench: Bench, runs: int, age: int) -> TableJudge:
@@ -96,18 +101,26 @@ def trained(bench: Bench, runs: int, age: int) -> TableJudge:
 
 
 class Probe:
-    """The features of a whole picture, as the probe sees it."""
+    """What the probe sees of a whole picture and of its quarters."""
 
     def __init__(self, runs: Path) -> None:
         layers: Any = load_probe(runs)
         self._hidden: nn.Module = layers[:-1]
+        self._names: nn.Module = layers[-1]
 
     @torch.no_grad()
-    def features(self, pixels: Pixels) -> list[float]:
+    def sees(self, pixels: Pixels) -> tuple[list[float], list[list[int]]]:
+        """The features of the picture; shape and colour of the picture and of each quarter."""
         height, width = pixels.shape[:2]
-        crop = crop_around(pixels, width / 2, height / 2, max(height, width) / 3)
-        found: list[float] = self._hidden(as_pictures(crop[None].copy()))[0].tolist()
-        return [round(x, 4) for x in found]
+        places = [(x, y, 1 / 6) for y in (1 / 4, 3 / 4) for x in (1 / 4, 3 / 4)]
+        crops = [
+            crop_around(pixels, x * width, y * height, part * max(height, width))
+            for x, y, part in ((1 / 2, 1 / 2, 1 / 3), *places)
+        ]
+        hidden = self._hidden(as_pictures(np.stack(crops)))
+        scores = self._names(hidden).split((len(SHAPES), len(COLOURS)), 1)
+        names = torch.stack([one.argmax(1) for one in scores], 1)
+        return [round(x, 4) for x in hidden[0].tolist()], names.tolist()
 
 
 class Contest:
@@ -162,13 +175,16 @@ class Contest:
         self.kept.add(self.task, index, found)
 
     def row(self, made: Made, dense: Made) -> Row:
+        features, names = self.probe.sees(made.pixels)
+        _, wanted = self.probe.sees(dense.pixels)
         return {
             "seconds": made.seconds,
             "times_faster": dense.seconds / made.seconds,
             "ssim": ssim(made.pixels, dense.pixels),
             "psnr": psnr(made.pixels, dense.pixels),
             "patches": made.share,
-            "features": self.probe.features(made.pixels),
+            "named": statistics.fmean(a == b for a, b in zip(names, wanted, strict=True)),
+            "features": features,
         }
 
 
@@ -181,7 +197,7 @@ def summary(kept: Kept, task: str, sides: Sequence[Side]) -> list[Row]:
         if not rows:
             continue
         own = rows.values()
-        means = {k: statistics.fmean(row[k] for row in own) for k in ("ssim", "psnr", "patches")}
+        means = {k: statistics.fmean(row[k] for row in own) for k in FIGURES}
         speed = statistics.median(row["times_faster"] for row in own)
         one, other = (np.array(v) for v in common(rows, reference_rows, "features"))
         distance = frechet(one, other) if len(one) > 1 else None
@@ -198,21 +214,13 @@ def summary(kept: Kept, task: str, sides: Sequence[Side]) -> list[Row]:
     return found
 
 
-def frontier(rows: Sequence[Row]) -> list[str]:
-    """The sides than which no other is both faster and more alike."""
-    found: list[str] = []
-    best = -1.0
-    for row in sorted(rows, key=lambda row: (-row["times_faster"], -row["ssim"])):
-        if row["ssim"] > best:
-            best = row["ssim"]
-            found.append(row["side"])
-    return found[::-1]
-
-
 def table(rows: Sequence[Row]) -> str:
-    lines = [["side", "pictures", "times faster", "SSIM", "PSNR", "Frechet", "patches computed"]]
+    lines = [
+        ["side", "pictures", "times faster", "SSIM", "PSNR", "named alike", "Frechet", "patches"]
+    ]
     for row in rows:
         figures = [f"{row['times_faster']:.2f}", f"{row['ssim']:.4f}", f"{row['psnr']:.1f}"]
+        figures.append(f"{row['named']:.1%}")
         figures.append("" if row["frechet"] is None else f"{row['frechet']:.3f}")
         lines.append([row["side"], str(row["pictures"]), *figures, f"{row['patches']:.0%}"])
     return columns(lines)
@@ -282,18 +290,20 @@ def main(arguments: Sequence[str]) -> int:
         for strength in options.strength:
             bench = Bench(bed, strength)
             judge = judge_of(bench, options, place.parent / f"{place.name}-judge.npz")
-            sides = chosen(sides_of(bed, plan, judge), options.only)
+            sides = chosen(sides_of(bench, plan, judge), options.only)
             task = "text-to-image" if strength == 1 else f"image-to-image, strength {strength}"
             Contest(bench, task, kept, probe, began + options.seconds).run(sides, options.pictures)
             means = summary(kept, task, sides)
             absent = {
                 n: why for n, why in kept.absent(task).items() if n in {s.name for s in sides}
             }
+            best = [row["side"] for row in frontier.frontier(means)]
+            asked = frontier.report(means)
             tasks.append(
-                {"task": task, "sides": means, "frontier": frontier(means), "absent": absent}
+                {"task": task, "sides": means, "frontier": best, "asked": asked, "absent": absent}
             )
             print(f"{options.model}, {task}\n{table(means)}", flush=True)
-            print("frontier:", "; ".join(tasks[-1]["frontier"]), flush=True)
+            print("frontier:", "; ".join(best), *frontier.lines(asked), sep="\n", flush=True)
         card = {} if judge is None else {"judge": load_judge(judge).card}
     spent = {"pictures": options.pictures, "seconds": time.monotonic() - began}
     earlier = {"earlier_sessions": kept.sessions[:-1]} if len(kept.sessions) > 1 else {}

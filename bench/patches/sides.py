@@ -24,6 +24,8 @@ from maskfx.runtime.reuse.judges import Bools, PatchFeatures
 
 SIDE = 8  # sites along a patch's side; packed tokens have half as many
 DENSE = "dense"
+# `every` and `least` of the sides that extrapolate whole steps, in the order of their speed.
+WHOLE = ((2, 6), (3, 6), (4, 6), (3, 2), (4, 2), (5, 2), (7, 2), (10, 2))
 
 
 @dataclass(frozen=True)
@@ -138,12 +140,16 @@ class Side:
     run: Run
 
 
-def sides_of(bed: Bed, plan: Mapping[str, Any], judge: Path | None) -> list[Side]:
+def sides_of(bench: Bench, plan: Mapping[str, Any], judge: Path | None) -> list[Side]:
     """Return all sides, dense first."""
-    steps = bed.steps
+    steps = bench.bed.steps
     found = [Side(DENSE, DENSE, lambda bench, case: bench.run(bench.bed.pipe, case))]
     found += [Side(f"{n} steps", "fewer steps", fewer(n)) for n in plan["steps"] if n < steps]
-    found += [Side(f"every={n}", "whole steps", every(n)) for n in plan["every"]]
+    found += [
+        Side(name_of(quality), "whole steps", whole(quality))
+        for forecast in plan["forecasts"]
+        for quality in qualities(bench.calls, forecast)
+    ]
     found += [Side(name, cache.family, cached(name)) for name, cache in CACHES.items()]
     found += [
         Side(
@@ -174,8 +180,27 @@ def fewer(steps: int) -> Run:
     return lambda bench, case: bench.run(bench.bed.pipe, case, num_inference_steps=steps)
 
 
-def every(count: int) -> Run:
-    quality = maskfx.Quality(reuse="steps", refresh=1, every=count)
+def qualities(calls: int, forecast: str) -> list[maskfx.Quality]:
+    """The settings of `WHOLE` that compute different calls of a run, and not all."""
+    found: dict[tuple[int, ...], maskfx.Quality] = {}
+    for count, least in WHOLE:
+        quality = maskfx.Quality(
+            reuse="steps", refresh=1, every=count, least=least, forecast=forecast
+        )
+        chosen = tuple(n for n in range(calls) if quality.selection.computes(n, calls))
+        if len(chosen) < calls:
+            found.setdefault(chosen, quality)
+    return list(found.values())
+
+
+def name_of(quality: maskfx.Quality) -> str:
+    usual = maskfx.Quality()
+    least = "" if quality.least == usual.least else f", least={quality.least}"
+    forecast = "" if quality.forecast == usual.forecast else f", {quality.forecast}"
+    return f"every={quality.every}{least}{forecast}"
+
+
+def whole(quality: maskfx.Quality) -> Run:
     return lambda bench, case: bench.compiled(case, quality)
 
 

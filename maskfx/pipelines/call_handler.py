@@ -54,6 +54,11 @@ class CallHandler(Protocol):
         ...
 
     @property
+    def clean(self) -> bool:
+        """Whether clean latents are extrapolated in place of outputs."""
+        ...
+
+    @property
     def reads_times(self) -> bool:
         """Whether calls need their scheduler times; reading them from a device blocks the host."""
         ...
@@ -111,6 +116,7 @@ class DenseHandler:
     records: ClassVar[bool] = False
     title: str | None = None
     selection: StepSelection = EVERY_STEP
+    clean: bool = False
     reads_times: bool = False
     codes: bool = False
 
@@ -139,6 +145,15 @@ class DenseHandler:
 
     def code(self, part: CallPart) -> AnyStep | None:
         return None
+
+
+@dataclass
+class SelectedStepsHandler(DenseHandler):
+    """Runs the calls of selected steps dense; outputs of the others are extrapolated."""
+
+    selection: StepSelection
+    clean: bool = False
+    reads_times: bool = True
 
 
 @dataclass

@@ -72,6 +72,10 @@ class EditHandler:
         return self.policy.selection
 
     @property
+    def clean(self) -> bool:
+        return self.quality.forecast == "clean"
+
+    @property
     def reads_times(self) -> bool:
         return self.template is None or self.selection.skips or self.patches is not None
 

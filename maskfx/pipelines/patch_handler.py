@@ -140,6 +140,10 @@ class PatchHandler(DenseHandler):
     def selection(self) -> StepSelection:  # type: ignore[override]
         return self.quality.selection
 
+    @property
+    def clean(self) -> bool:  # type: ignore[override]
+        return self.quality.forecast == "clean"
+
     def prepare(
         self, outputs: Sequence[object], height: int | None, width: int | None, box: Box | None
     ) -> Sequence[object]:

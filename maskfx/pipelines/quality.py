@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from maskfx.errors import InputError
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.reuse.policy import ReusePolicy
-from maskfx.runtime.reuse.step_selection import StepSelection
+from maskfx.runtime.reuse.step_selection import LEAST, StepSelection
 
 REUSES = ("template", "steps", "auto")
 VAES = ("auto", "full", "mask")
 TIMES = ("sync", "late")
+FORECASTS = ("output", "clean")
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,19 @@ class Quality:
             is small, and brings the image much closer to the dense one. A site that is wider than
             8 pixels, as in packed latents, counts as several.
         every: Run the denoiser on about one step in `every`, more often toward the end, and
-            extrapolate its outputs on the others. Defaults to 1. First and last steps always run;
-            in a short run, at least six. If passed to compile(), templates store only the computed
+            extrapolate its outputs on the others. Defaults to 1. First and last steps always run,
+            and at least `least`. If passed to compile(), templates store only the computed
             steps; a call that computes other steps gets a separate template.
+        unmasked: Whether `every` also applies to calls without a mask. Defaults to False: they
+            compute every step.
+        least: Number of steps that run at least where `every` is more than one. Defaults to 6, so
+            that short runs keep their likeness. A lower number is faster: `every=7, least=2` runs
+            4 of 20 steps.
+        forecast: What is extrapolated on the other steps. "output" (default): the denoiser's
+            outputs. "clean": the clean latents that they predict, from which an output follows at
+            the latents of its step. Applies where the denoiser predicts noise or velocity by a
+            table of noise levels, as in Stable Diffusion; others, such as flow models, extrapolate
+            outputs.
         feather: Width in pixels, inside the mask's edge, over which the new image fades in.
             Defaults to 0.
         reuse: "template" (default) records a missing template, then edits it. "steps" needs none:
@@ -74,6 +85,9 @@ class Quality:
     wide: int = 0
     margin: int = 1
     every: int = 1
+    unmasked: bool = False
+    least: int = LEAST
+    forecast: str = "output"
     feather: int = 0
     reuse: str = "template"
     refresh: int = 4
@@ -88,16 +102,20 @@ class Quality:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise InputError(f"Quality: {name}={value!r}: give a whole number, 0 or more")
-        for name in ("every", "refresh"):
+        for name, bound in (("every", 1), ("least", 2), ("refresh", 1)):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise InputError(f"Quality: {name}={value!r}: give a whole number, 1 or more")
-        if type(self.any_mask) is not bool:
-            raise InputError(f"Quality: any_mask={self.any_mask!r}: give True or False")
+            if type(value) is not int or value < bound:
+                raise InputError(f"Quality: {name}={value!r}: give a whole number, {bound} or more")
+        for name in ("any_mask", "unmasked"):
+            if type(getattr(self, name)) is not bool:
+                raise InputError(f"Quality: {name}={getattr(self, name)!r}: give True or False")
         if self.reuse not in REUSES:
             raise InputError(f"Quality: reuse={self.reuse!r}: choose one of {', '.join(REUSES)}")
         if self.vae not in VAES:
             raise InputError(f"Quality: vae={self.vae!r}: choose one of {', '.join(VAES)}")
+        if self.forecast not in FORECASTS:
+            known = ", ".join(FORECASTS)
+            raise InputError(f"Quality: forecast={self.forecast!r}: choose one of {known}")
         for name in ("control", "parallel"):
             value = getattr(self, name)
             if value not in TIMES:
@@ -129,7 +147,7 @@ class Quality:
 
     @property
     def selection(self) -> StepSelection:
-        return StepSelection(self.every, self.first, self.last)
+        return StepSelection(self.every, self.first, self.last, self.least)
 
     @property
     def patch_reuse(self) -> PatchReuse | None:

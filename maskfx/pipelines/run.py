@@ -43,6 +43,7 @@ from maskfx.pipelines.deferred import (
     pending_in,
     pending_sources,
 )
+from maskfx.pipelines.forecasts import Forecasts
 from maskfx.pipelines.late_lora import from_step
 from maskfx.pipelines.late_results import LateResults
 from maskfx.pipelines.late_rows import LateRows
@@ -53,7 +54,6 @@ from maskfx.pipelines.stand_in import is_hooked
 from maskfx.pipelines.waiting import Wait, wait_uninterrupted
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
-from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times, times_of
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.sample_arguments import count_listed, join_results, select_sample
@@ -185,7 +185,6 @@ class PipelineRun:
     _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
     _times: frozenset[float] = frozenset()
     _hooked: dict[int, bool] = field(default_factory=dict)
-    _curves: dict[tuple[str, str, Sizes], Curve] = field(default_factory=dict)
     _masks: MaskCache = field(default_factory=MaskCache)  # a run's steps share a few masks
     _constants: dict[tuple[str, str], Constants] = field(default_factory=dict)  # by name and branch
     _acting: dict[tuple[str, str], Updates] = field(default_factory=dict)  # by name and branch
@@ -194,6 +193,7 @@ class PipelineRun:
     def __post_init__(self) -> None:
         self.ledger = Ledger(self._resolve, wait_for_call)
         self._schedule = RunSchedule(self.pipe)
+        self.forecasts = Forecasts(self.pipe, self.handler.clean)
         self._names = {id(denoiser.module): name for name, denoiser in self.denoisers.items()}
 
     def handles(self, module: nn.Module) -> bool:
@@ -286,7 +286,7 @@ class PipelineRun:
         if held is not None and (shapes := self.shapes.get((call.name, held.shape))) is not None:
             return deferred_like(shapes, device_of(call.inputs), self.ledger, held)
         self.ledger.settle()  # the forecast needs the outputs before
-        return self._curve(call).at(call.times)
+        return self.forecasts.at(key_of(call), call.times, call.inputs)
 
     def _begin(self) -> None:
         if self._schedule.changes():
@@ -308,7 +308,7 @@ class PipelineRun:
             self._constants[key] = constants
             if self._changed != self.step:
                 self._changed = self.step
-                self._curves.clear()
+                self.forecasts.clear()
             self._read_in_time()
             self.note(f"{call.name}: its settings change at step {self.step}, which is computed")
 
@@ -318,8 +318,7 @@ class PipelineRun:
         if self._acting.setdefault(key, now) != now:
             self._acting[key] = now
             self._read_in_time()
-            for known in [known for known in self._curves if known[:2] == key]:
-                del self._curves[known]
+            self.forecasts.forget(key)
 
     def _read_in_time(self) -> None:
         """Let the calls of this step read no values of the step before."""
@@ -360,11 +359,6 @@ class PipelineRun:
         """Count a note that explain() prints."""
         self.notes[text] += 1
 
-    def _curve(self, call: DenoiserCall) -> Curve:
-        """Return earlier outputs of this call's kind; shapes count, as guidance may end midway."""
-        key = call.name, call.branch, shapes_of(call.inputs)
-        return self._curves.setdefault(key, Curve())
-
     def _resolve(self, calls: list[DenoiserCall]) -> None:
         spare = [] if self.late is None else self.late.spare(calls)
         if len(spare) < len(calls):
@@ -376,7 +370,12 @@ class PipelineRun:
             if call.error is not None:
                 raise call.error
             if self.handler.selection.skips and not call.late:
-                self._curve(call).learn(call.times, call.result)
+                self.forecasts.learn(key_of(call), call.times, call.inputs, call.result)
+
+
+def key_of(call: DenoiserCall) -> tuple[str, str, Sizes]:
+    """Return what calls have in common whose outputs continue each other."""
+    return call.name, call.branch, shapes_of(call.inputs)
 
 
 def wait_for_call(source: object) -> None:

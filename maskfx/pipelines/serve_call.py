@@ -13,7 +13,7 @@ from torch import Tensor
 from maskfx.errors import InputError
 from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall
-from maskfx.pipelines.call_handler import DenseHandler
+from maskfx.pipelines.call_handler import DenseHandler, SelectedStepsHandler
 from maskfx.pipelines.edit_handler import EditHandler
 from maskfx.pipelines.masks import overlay, pixel_masks
 from maskfx.pipelines.outputs import as_list, set_template, with_images
@@ -41,6 +41,9 @@ def run_call(call: PipelineCall) -> Any:
         return record_result(call)[0]
     patches = patch_sessions(call)
     if patches is None:
+        quality = call.quality
+        if quality.unmasked and quality.selection.skips:
+            return call.run(SelectedStepsHandler(quality.selection, quality.forecast == "clean"))
         return call.run(DenseHandler())
     with closing(patches):
         return call.run(PatchHandler(call.quality, patches))

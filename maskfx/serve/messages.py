@@ -91,6 +91,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     slots: int  # concurrent requests
     margin: int = 0
     every: int = 1
+    least: int = 6
     strength: float | None = None
     on_disk: dict[str, int] = {}  # bytes of the readable templates on disk, by name
     patches: bool = False  # whether requests reuse patches by default

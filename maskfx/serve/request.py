@@ -205,6 +205,7 @@ class Card:
     loras: tuple[str, ...] = ()
     margin: int = 0  # sites around a mask that an edit computes, too
     every: int = 1  # an edit computes about every n-th step
+    least: int = 6  # of steps that it computes, however few there are
     strength: float | None = None  # default of an edit
     patches: bool = False  # whether patches are reused across steps unless a request turns that off
     levels: tuple[LevelShare, ...] = ()  # what a mask's sites take; empty: the same at each site

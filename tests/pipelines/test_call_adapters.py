@@ -112,9 +112,9 @@ def test_forecasts_begin_again_at_the_first_step(monkeypatch: pytest.MonkeyPatch
         return found
 
     def following(run: PipelineRun, call: DenoiserCall) -> None:
-        before = len(run._curves)
+        before = len(run.forecasts._curves)
         follow(run, call)
-        if len(run._curves) < before:
+        if len(run.forecasts._curves) < before:
             forgotten.append(call.step)
 
     def edit() -> Tensor:

@@ -58,6 +58,21 @@ def test_gaps_shrink_and_one_in_so_many_is_computed(every: int) -> None:
         assert len(found) == max(1 + -(-(steps - 1) // every), min(LEAST, steps))
 
 
+def test_fewer_than_usual_are_computed_if_asked_and_the_last_is_none_of_them() -> None:
+    """The gap after the last computed step is no longer than those before."""
+    assert computed(StepSelection(every=5, least=2), 20) == [0, 5, 10, 14, 17]
+    assert computed(StepSelection(every=7, least=2), 20) == [0, 6, 12, 16]
+    assert computed(StepSelection(every=4, least=2), 20) == computed(StepSelection(4), 20)
+    for steps in range(3, 120):
+        for every in range(2, 30):
+            found = computed(StepSelection(every, least=2), steps)
+            assert len(found) == 1 + -(-(steps - 1) // every)
+            ends = [*found, steps - 1 if len(found) >= LEAST else steps]
+            gaps = [b - a for a, b in zip(ends, ends[1:], strict=False) if b > a]
+            assert found[0] == 0
+            assert gaps == sorted(gaps, reverse=True)
+
+
 def test_steps_in_full_are_computed() -> None:
     found = computed(StepSelection(every=9, first=3, last=3), 30)
     assert found == [0, 1, 2, 7, 14, 20, 25, 27, 28, 29]
@@ -224,6 +239,20 @@ def test_forecast_steps_come_near_to_the_computed_ones() -> None:
         latents(pipe, **edit(num_inference_steps=40, quality=every(n))) for n in (1, 2, 8)
     )
     assert 0 < distance(near, whole) < 0.1 < distance(far, whole)
+
+
+def test_calls_without_a_mask_forecast_if_they_are_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe, steps = compiled(TEXT), Steps(monkeypatch)
+    dense, near, far = (
+        latents(pipe, **call_of(PIPES[TEXT], num_inference_steps=20), quality=quality)
+        for quality in (every(5), every(2, unmasked=True), every(5, least=2, unmasked=True))
+    )
+    assert len(steps.taken()) == 20 + 11 + 5
+    assert 0 < distance(near, dense) < distance(far, dense)
+    with pytest.raises(InputError, match="unmasked=1: give True or False"):
+        maskfx.Quality(unmasked=1)  # type: ignore[arg-type]
 
 
 def test_edits_that_forecast_share_steps_with_others() -> None:
@@ -414,6 +443,7 @@ def test_a_forgotten_template_leaves_nothing() -> None:
         (StepSelection(3), StepSelection(3), True),
         (StepSelection(3), StepSelection(6), False),
         (StepSelection(6), StepSelection(3), False),
+        (StepSelection(6), StepSelection(6, least=2), False),
         (StepSelection(3, first=3, last=2), StepSelection(3), True),
         (StepSelection(3), StepSelection(3, first=3), False),
         (StepSelection(3), StepSelection(3, last=3), False),
@@ -429,6 +459,8 @@ def test_one_rhythm_covers_another(one: StepSelection, other: StepSelection, wan
 def test_none_is_an_error() -> None:
     with pytest.raises(InputError, match="every=0: give a whole number, 1 or more"):
         maskfx.Quality(every=0)
+    with pytest.raises(InputError, match="least=1: give a whole number, 2 or more"):
+        maskfx.Quality(least=1)
 
 
 def test_a_pipeline_is_balanced_unless_it_is_compiled_otherwise() -> None:

@@ -27,8 +27,12 @@ class Curve:
 
     The index serves as distance because schedulers place their timesteps where outputs change.
     Some schedulers repeat a timestep: of two outputs at one time the later one counts.
+
+    Args:
+        bent: weight of the parabola through three outputs against the line through the last two.
     """
 
+    bent: float = BENT
     answers: list[Answer] = field(default_factory=list)
     _times: Times | None = None
     _count: int = -1  # index of the latest time
@@ -44,7 +48,7 @@ class Curve:
         now = self._place(times)
         if not self.answers:
             return None
-        weights = weights_of([answer.at for answer in self.answers], now)
+        weights = weights_of([answer.at for answer in self.answers], now, self.bent)
         columns = zip(*(answer.leaves for answer in self.answers), strict=True)
         leaves = [weighted(column, [weights]) for column in columns]
         return pytree.tree_unflatten(leaves, self.answers[-1].spec)
@@ -61,16 +65,16 @@ def fits(answer: Answer, leaves: list[Any], spec: pytree.TreeSpec) -> bool:
     return answer.spec == spec and shapes == [getattr(v, "shape", None) for v in answer.leaves]
 
 
-def weights_of(known: list[int], now: int) -> list[float]:
+def weights_of(known: list[int], now: int, bent: float = BENT) -> list[float]:
     """Return the weight of each known output in the extrapolated one.
 
-    One output is repeated; two are extrapolated linearly; of three, the mean of the parabola
-    through all and the line through the last two.
+    One output is repeated; two are extrapolated linearly; of three, the parabola
+    through all and the line through the last two are weighted by `bent`.
     """
     if len(known) < KEPT:
         return lagrange(known, now)
     line = [0.0, *lagrange(known[1:], now)]
-    return [BENT * b + (1 - BENT) * a for a, b in zip(line, lagrange(known, now), strict=True)]
+    return [bent * b + (1 - bent) * a for a, b in zip(line, lagrange(known, now), strict=True)]
 
 
 def lagrange(known: list[int], now: int) -> list[float]:

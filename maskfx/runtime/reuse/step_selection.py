@@ -10,7 +10,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from math import ceil
 
-LEAST = 6  # least number of computed steps: the steps of a short run are far apart
+LEAST = 6  # computed steps, at least, by default: the steps of a short run are far apart
 # Gaps shrink towards the end: the last steps draw fine detail, and no later step corrects them.
 BEND = 0.35
 SHORTEST = 1.6  # lower bound of the last gap: across one or two steps there's little to extrapolate
@@ -20,17 +20,21 @@ SHORTEST = 1.6  # lower bound of the last gap: across one or two steps there's l
 class StepSelection:
     """Selects the steps to compute; the others are extrapolated.
 
-    The first and the last step are always computed, and at least `LEAST` steps of a run.
+    The first step is always computed, and at least `least` steps of a run. So is the last one,
+    unless fewer than `LEAST` are computed: then the gap after the last computed step is shorter
+    than those before, because one gap fewer makes all of them longer.
 
     Args:
         every: about one in `every` steps is computed, denser towards the end; 1 computes all.
         first: number of steps at the start that are all computed.
         last: number of steps at the end that are all computed.
+        least: number of steps that are computed at least, however short the run.
     """
 
     every: int = 1
     first: int = 0
     last: int = 0
+    least: int = LEAST
 
     @property
     def skips(self) -> bool:
@@ -39,17 +43,19 @@ class StepSelection:
     def computes(self, step: int, steps: int | None) -> bool:
         """Whether this step is computed; `last` has no effect if `steps` is unknown (None)."""
         if steps is None:
-            return step < max(self.first, LEAST) or step % self.every == 0
-        return step < self.first or step >= steps - self.last or step in spaced(steps, self.every)
+            return step < max(self.first, self.least) or step % self.every == 0
+        at_ends = step < self.first or step >= steps - self.last
+        return at_ends or step in spaced(steps, self.every, self.least)
 
     def key(self) -> list[float]:
         """Return all numbers that determine the selected steps."""
-        return [self.every, self.first, self.last, LEAST, BEND, SHORTEST]
+        return [self.every, self.first, self.last, self.least, BEND, SHORTEST]
 
     def covers(self, other: StepSelection) -> bool:
         """Whether this selection contains the other's steps for every length of the run."""
         ends = self.first >= other.first and self.last >= other.last
-        return not self.skips or (ends and self.every == other.every)
+        same = (self.every, self.least) == (other.every, other.least)
+        return not self.skips or (ends and same)
 
     def following(self, step: int, steps: int | None) -> int | None:
         """Return the next computed step after `step`, or None."""
@@ -67,17 +73,23 @@ EVERY_STEP = StepSelection()
 
 
 @cache
-def spaced(steps: int, every: int) -> frozenset[int]:
-    """Return about one in `every` of `steps` steps, with first and last, denser towards the end.
+def spaced(steps: int, every: int, least: int = LEAST) -> frozenset[int]:
+    """Return about one in `every` of `steps` steps, denser towards the end.
 
     Contains `steps` too, so that a search for the next selected step ends.
     """
     last = steps - 1
-    count = max(LEAST, 1 + ceil(last / every))
+    count = max(least, 1 + ceil(last / every))
     if count >= steps:
         return frozenset(range(steps + 1))
-    bend = max(0.0, min(BEND, 1 - SHORTEST * (count - 1) / last))
-    parts = [number / (count - 1) for number in range(count)]
-    places = [round(last * (u + bend * u * (1 - u))) for u in parts]
+    end, gaps = (last, count - 1) if count >= LEAST else (steps, count)
+    return frozenset((*gap_ends(end, gaps), steps))
+
+
+def gap_ends(end: int, count: int) -> list[int]:
+    """Divide the steps up to `end` into gaps that shrink; return where they begin and end."""
+    bend = max(0.0, min(BEND, 1 - SHORTEST * count / end))
+    parts = [number / count for number in range(count + 1)]
+    places = [round(end * (u + bend * u * (1 - u))) for u in parts]
     gaps = sorted((b - a for a, b in pairwise(places)), reverse=True)
-    return frozenset((*accumulate(gaps, initial=0), steps))
+    return list(accumulate(gaps, initial=0))

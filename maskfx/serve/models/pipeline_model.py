@@ -151,6 +151,7 @@ class PipelineModel:
             slots=settings.max_num_seqs,
             margin=margin_sites(quality.margin, self.runner.warmth.site),
             every=quality.every,
+            least=quality.least,
             strength=None if editor is None else editor.signature.number("strength"),
             patches=quality.patches is not None,
             on_disk=self.recordings.on_disk(),

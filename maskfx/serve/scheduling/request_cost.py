@@ -30,6 +30,7 @@ def card_of(ready: Ready, name: str) -> Card:
         site=ready.site,
         margin=ready.margin,
         every=ready.every,
+        least=ready.least,
         strength=ready.strength,
         patches=ready.patches,
         levels=ready.levels,
@@ -95,7 +96,7 @@ def work_of(request: Request, pictures: Pictures, card: Card, template_bytes: in
     strength = card.strength if request.strength is None and pictures.images else request.strength
     steps = steps_of(request.steps, strength, card)
     masked = mask is not None and not mask.all()
-    computed = StepSelection(card.every).left(0, steps)
+    computed = StepSelection(card.every, least=card.least).left(0, steps)
     guidance = card.guidance if request.guidance is None else request.guidance
     guided = guidance is not None and guidance > 1 and "negative_prompt" in card.takes
     return Work(
