@@ -32,12 +32,12 @@ def test_adds_exchanges_where_sites_mix(by_rank: bool) -> None:
     split = split_program(program(), by_rank)
     assert not isinstance(split, str)
     after = ops_of(split.program.module.graph)
-    # three convolutions, two ways up, and the attention to sites; not the attention to the text
-    assert after["exchange"] == 6
+    # three convolutions, two ways up, and attention to sites and to the text alone
+    assert after["exchange"] == 7
     assert after["merge_parts"] == after["attend_part"] == by_rank
     assert after["attend"] == before["attend"] - by_rank
     assert (after["peer_moments"], after["peer_sums"], after["sum_ranks"]) == (1, 1, 1)
-    assert len(split.exchanges) == 6 + by_rank + 3
+    assert len(split.exchanges) == 7 + by_rank + 3
     assert split.recorded == split.exchanges  # one that records changes nothing for others
     kinds = Counter(type(source) for source in split.program.interface.inputs.values())
     assert kinds[Merged] == 3 * by_rank
