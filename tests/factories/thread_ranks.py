@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
 from typing import Any
 
 from torch import Tensor
@@ -83,6 +84,12 @@ class Receipt:
         self._incoming.clear()
 
 
+def for_members(partition: Partition, count: int) -> Partition:
+    """Return the shares in turn; a step with a list of samples has more members than one."""
+    own = cycle(zip(partition.shares, partition.texts, strict=True))
+    return Partition(*zip(*islice(own, count), strict=True))
+
+
 class ThreadRanks:
     """Splits batches over threads; pass it to `CompiledDenoiser.step` as `split`.
 
@@ -123,7 +130,8 @@ class ThreadRanks:
         split = self.programs.split(program, False)
         if isinstance(split, str):
             return None
-        partition, steps = self.partition, [call.step for call in calls]
+        partition = for_members(self.partition, len(members))
+        steps = [call.step for call in calls]
         sent = program.code, split.recorded if recording else split.exchanges
         late, divisions = self.late.choose(steps, members, partition, self.ranks, sent)
         by_rank = self.keys_by_rank and not any(late)
