@@ -21,6 +21,8 @@ from maskfx.distributed.tables import (
     merge_tables,
     read_part,
     received_rows,
+    scale_of,
+    scaled,
 )
 from maskfx.ir.lanes import fixed_count, is_image, is_text
 from maskfx.ir.sources import (
@@ -391,13 +393,3 @@ class RankLayout(Layout):
 
 
 PARTS = ("send", "counts", "order")
-
-
-def scale_of(reader: Reader | None) -> int:
-    """Return how many rows a reader counts for each row of its row set."""
-    return reader.patch * reader.patch if isinstance(reader, Subsites) else 1
-
-
-def scaled(rows: Tensor, scale: int) -> Tensor:
-    """Return the numbers of the parts of each row, if each is cut into `scale` parts."""
-    return rows if scale == 1 else (rows[:, None] * scale + torch.arange(scale)).flatten()

@@ -88,8 +88,12 @@ def shared_texts(
     found = []
     for member, one, shares in zip(members, work, partition.shares, strict=True):
         ranks = sum(share > 0 for share in shares)
-        each = flop * one.text - costs.send * text_bytes(split.program, member)
-        found.append(each * (1 - 1 / ranks) > alone)
+        most = flop * one.text * (1 - 1 / ranks)  # saved, but for the bytes that are sent
+        if most <= alone:
+            found.append(False)
+            continue
+        sent = costs.send * text_bytes(split.program, member) * (1 - 1 / ranks)
+        found.append(most - sent > alone)
     return tuple(found)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from maskfx.ir.sources import Reader, Subsites
+
 
 @dataclass
 class Read:
@@ -124,3 +126,13 @@ def merge_tables(
         order[other, mine] = torch.arange(at, at + int(mine.sum()))
         at += int(mine.sum())
     return send, counts, order
+
+
+def scale_of(reader: Reader | None) -> int:
+    """Return how many rows a reader counts for each row of its row set."""
+    return reader.patch * reader.patch if isinstance(reader, Subsites) else 1
+
+
+def scaled(rows: Tensor, scale: int) -> Tensor:
+    """Return the numbers of the parts of each row, if each is cut into `scale` parts."""
+    return rows if scale == 1 else (rows[:, None] * scale + torch.arange(scale)).flatten()

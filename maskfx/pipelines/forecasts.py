@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -33,10 +34,13 @@ class Forecasts:
     _curves: dict[Key, Curve] = field(default_factory=dict)
     _converts: dict[Key, bool] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._levels = NoiseLevels(self.pipe)
+
     def learn(self, key: Key, times: Times, inputs: Mapping[str, object], result: object) -> None:
         """Take the output of a computed call."""
         latents = latents_like(list(inputs.values()), result) if self.clean else None
-        mixture = None if latents is None else mixture_at(self.pipe, times)
+        mixture = None if latents is None else self._levels.mixture(times)
         if self._converts.setdefault(key, mixture is not None):
             if latents is None or mixture is None:
                 return  # clean latents of the other steps don't continue this output
@@ -48,7 +52,7 @@ class Forecasts:
         found = self._curve(key).at(times)
         if found is None or not self._converts.get(key, False):
             return found
-        latents, mixture = latents_like(list(inputs.values()), found), mixture_at(self.pipe, times)
+        latents, mixture = latents_like(list(inputs.values()), found), self._levels.mixture(times)
         if latents is None or mixture is None:
             return None
         return converted(found, lambda leaf: mixture.output(latents, leaf))
@@ -73,27 +77,38 @@ def converted(result: object, convert: Any) -> Any:
     return pytree.tree_unflatten([convert(leaf)], spec)
 
 
-def mixture_at(pipe: object, times: Times) -> Mixture | None:
-    """Return how a call's latents are mixed; None if they aren't known.
+class NoiseLevels:
+    """The noise levels of the timesteps that a pipeline's scheduler steps through.
 
     A denoiser that was trained with a table of noise levels reads them by number of the timestep,
     whichever scheduler steps. Flow models have no such table: their paths are nearly straight.
     """
-    match schedulers_of(pipe):
-        case [scheduler]:
-            config = getattr(scheduler, "config", {})
-            kind, table = config.get("prediction_type"), getattr(scheduler, "alphas_cumprod", None)
-        case _:
+
+    def __init__(self, pipe: object) -> None:
+        self._pipe = pipe
+        self._steps: object = None  # the scheduler's timesteps when they were read
+        self._times: list[float] = []
+
+    @cached_property
+    def _scheduler(self) -> Any:
+        schedulers = schedulers_of(self._pipe)
+        return schedulers[0] if len(schedulers) == 1 else None
+
+    def mixture(self, times: Times) -> Mixture | None:
+        """Return how a call's latents are mixed; None if they aren't known."""
+        scheduler = self._scheduler
+        kind = getattr(scheduler, "config", {}).get("prediction_type")
+        table = getattr(scheduler, "alphas_cumprod", None)
+        if kind not in KINDS or not isinstance(table, Tensor):
             return None
-    if kind not in KINDS or not isinstance(table, Tensor):
-        return None
-    known = times_of(scheduler)
-    if not all(any(abs(time - one) < 1e-2 for one in known) for time in times):
-        return None
-    powers = [power_at(table, time) for time in times]
-    return Mixture(
-        kind, tuple(power**0.5 for power in powers), tuple((1 - power) ** 0.5 for power in powers)
-    )
+        steps = getattr(scheduler, "timesteps", None)
+        if self._steps is not steps:  # reading them from a device blocks the host
+            self._steps, self._times = steps, times_of(scheduler)
+        if not all(any(abs(time - one) < 1e-2 for one in self._times) for time in times):
+            return None
+        powers = [power_at(table, time) for time in times]
+        signal = tuple(power**0.5 for power in powers)
+        return Mixture(kind, signal, tuple((1 - power) ** 0.5 for power in powers))
 
 
 def power_at(table: Tensor, time: float) -> float:

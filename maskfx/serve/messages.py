@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from maskfx.ir.level_shares import LevelShare
+from maskfx.runtime.reuse.step_selection import LEAST
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.request import Request
 
@@ -91,7 +92,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     slots: int  # concurrent requests
     margin: int = 0
     every: int = 1
-    least: int = 6
+    least: int = LEAST
     strength: float | None = None
     on_disk: dict[str, int] = {}  # bytes of the readable templates on disk, by name
     patches: bool = False  # whether requests reuse patches by default

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from maskfx.ir.level_shares import LevelShare
+from maskfx.runtime.reuse.step_selection import LEAST
 
 Pixels = NDArray[np.uint8]  # (height, width, 3)
 Mask = NDArray[np.bool_]  # (height, width), True = edit
@@ -205,7 +206,7 @@ class Card:
     loras: tuple[str, ...] = ()
     margin: int = 0  # sites around a mask that an edit computes, too
     every: int = 1  # an edit computes about every n-th step
-    least: int = 6  # of steps that it computes, however few there are
+    least: int = LEAST  # of steps that it computes, however few there are
     strength: float | None = None  # default of an edit
     patches: bool = False  # whether patches are reused across steps unless a request turns that off
     levels: tuple[LevelShare, ...] = ()  # what a mask's sites take; empty: the same at each site

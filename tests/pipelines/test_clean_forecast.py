@@ -9,7 +9,7 @@ from torch import Tensor
 
 import maskfx
 from maskfx.errors import InputError
-from maskfx.pipelines.forecasts import Forecasts, mixture_at
+from maskfx.pipelines.forecasts import Forecasts, NoiseLevels
 from maskfx.runtime.reuse.clean import KINDS, latents_like
 from tests.factories.pipelines import PIPES, call_of, compiled, latents, square
 
@@ -65,7 +65,7 @@ def test_elements_of_a_batch_have_noise_levels_of_their_own() -> None:
     x, output = torch.randn(2, 2, 4, 8, 8, dtype=torch.float64).unbind(0)
     for element, time in enumerate(times):
         x[element], output[element] = call_at("v_prediction", time, clean[element])
-    mixture = mixture_at(pipe, times)
+    mixture = NoiseLevels(pipe).mixture(times)
     assert mixture is not None
     torch.testing.assert_close(mixture.clean(x, output), clean)
     torch.testing.assert_close(mixture.output(x, clean), output)
