@@ -198,7 +198,7 @@ def at_hand(denoiser: maskfx.CompiledDenoiser, steps: Any) -> None:
 
 def late(rounds: int, nets: Sequence[int] = (1, 2)) -> dict[str, Any]:
     return {
-        "asked": "one engine step a denoising step; bit-equal; within 10 % of the most possible",
+        "asked": "one engine step a denoising step; bit-equal; within 10 % of sum_over_largest",
         "by_nets": [late_with(count, rounds) for count in nets],
     }
 

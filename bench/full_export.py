@@ -4,9 +4,9 @@
 
 The weights are random and lie in one file, which the module maps, so that its memory is that of
 the system's page cache and not of the process. Each export runs in a process of its own, and
-begins with a module that was never called: capture and passes are part of its seconds. Neither the
-capture nor the graphs are compared with the module beyond what `maskfx.export` does with
-verify=False: a step of these models takes minutes on two cores.
+begins with a module that was never called: capture and passes are part of its seconds, and so is
+the comparison of the capture with the module at a small size. The graphs aren't compared
+(verify=False).
 
 `anonymous` is the peak of the process's memory without mapped files, `resident` the peak with them.
 Writes full-export-<shape>.json to --out.
