@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
@@ -25,7 +26,7 @@ from maskfx.compiler.capture.roles import Argument, Sizes
 from maskfx.compiler.capture.whole import WholeModules
 from maskfx.ir import progress
 from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, int_hint, set_lane
-from maskfx.ir.other_sizes import other_bases
+from maskfx.ir.other_sizes import SizeExpr, other_bases
 from maskfx.ir.pyramid import Level, Pyramid
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ def capture(
 
 
 def exported_with(
-    whole: WholeModules, example: Any, leaves: Sequence[Argument], symbolic: bool
+    whole: WholeModules, example: Mapping[str, object], leaves: Sequence[Argument], symbolic: bool
 ) -> tuple[torch.export.ExportedProgram, list[bool]]:
     """Export the module; keep the submodules whole that can't be exported but may stay so."""
     while True:
@@ -233,17 +234,17 @@ def finish(
         out_spec = out_spec.children()[0]
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     assert len(placeholders) == len(leaves), (len(placeholders), len(leaves))
-    symbols: dict[str, Any] = {}
+    symbols: dict[str, SizeExpr] = {}
     for node, leaf in zip(placeholders, leaves, strict=True):
         node.meta["leaf"] = leaf
-        shape: Any = node.meta["val"].shape if leaf.tensor else ()
+        shape: Sequence[IntLikeType] = node.meta["val"].shape if leaf.tensor else ()
         for role, size in zip(leaf.roles, shape, strict=True):
             expr = size.node.expr if isinstance(size, torch.SymInt) else int(size)
             if not isinstance(expr, int) and expr.is_Integer:  # tracing specialized it later
                 expr = int(expr)
             if role in ("batch", "y", "x", "tokens") or role.startswith("text:"):
                 symbols.setdefault(role, expr)
-    sizes_seen: list[Any] = [
+    sizes_seen: list[IntLikeType] = [
         size
         for node in placeholders
         if isinstance(node.meta["val"], torch.Tensor)
@@ -290,7 +291,7 @@ def finish(
 def placeholder_lane(
     leaf: Argument,
     value: torch.Tensor,
-    symbols: Mapping[str, Any],
+    symbols: Mapping[str, SizeExpr],
     pyramid: Pyramid,
     symbolic: bool,
 ) -> Lane:
