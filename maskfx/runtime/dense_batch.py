@@ -232,8 +232,8 @@ def _shape(value: object) -> Hashable:
     return (type(value),)
 
 
-def _same(one: Any, other: Any, equal: Equality) -> bool:
-    if isinstance(one, Tensor):
+def _same(one: object, other: object, equal: Equality) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
         return equal(one, other)
     return same_constant(one, other)
 

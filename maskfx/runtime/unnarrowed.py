@@ -182,14 +182,14 @@ class SitePair:
     def __init__(self, own: ActiveSites, old: ActiveSites) -> None:
         self.own, self.old = own, old
 
-    def at(self, node: fx.Node, now: Any, then: Any) -> Any:
+    def at(self, node: fx.Node, now: Any, then: Any) -> object:
         """Return the edit's value at active sites and the recorded one elsewhere."""
         several = lanes_of(node)
         if several is not None and isinstance(now, (tuple, list)):
             return type(now)(map(self._chosen, several, now, then))
         return self._chosen(lane_of(node), now, then)
 
-    def _chosen(self, lane: Lane | None, now: Any, then: Any) -> Any:
+    def _chosen(self, lane: Lane | None, now: object, then: Any) -> object:
         if lane is None or not lane.has_sites or lane.is_half or not isinstance(now, Tensor):
             return now
         if not any(map(is_image, lane.segments)):

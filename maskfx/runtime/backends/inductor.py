@@ -25,8 +25,8 @@ from maskfx.compiler.pieces import Also, Piece, cut
 from maskfx.compiler.rows_export import export_rows
 from maskfx.config import Settings
 from maskfx.ir.program import Program
-from maskfx.runtime.backends.graph_function import Fetch
-from maskfx.runtime.backends.pieces import PieceRunner, Run, at_inputs
+from maskfx.runtime.backends.graph_function import Fetch, Run
+from maskfx.runtime.backends.pieces import PieceRunner, at_inputs
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten

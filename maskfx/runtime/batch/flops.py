@@ -175,7 +175,7 @@ class RowCounter(fx.Interpreter):
     def _first(self, node: fx.Node) -> RowSet:
         return next((self.rows[n] for n in node.all_input_nodes if self.rows.get(n)), ())
 
-    def _follow(self, node: fx.Node, value: Any) -> RowSet:
+    def _follow(self, node: fx.Node, value: object) -> RowSet:
         """Return the row set of a value; () if its first dimension isn't rows."""
         target = node.target
         if target in (*SUMS, torch.ops.aten.sym_size.int):
@@ -188,7 +188,8 @@ class RowCounter(fx.Interpreter):
         if target is torch.ops.aten.cat.default and (len(node.args) < 2 or node.args[1] == 0):
             return tuple(s for n in node.all_input_nodes for s in self.rows.get(n, ()))
         found = self._first(node)
-        if target is torch.ops.aten.slice.Tensor and found and int_of(node.args[1:2]) == 0:
+        sliced = target is torch.ops.aten.slice.Tensor and found
+        if sliced and isinstance(value, Tensor) and int_of(node.args[1:2]) == 0:
             return self._part(found, value.shape[0])
         return found
 

@@ -320,7 +320,7 @@ def digest_of(parts: Mapping[str, Layers]) -> str:
             update = parts[part][layer]
             for matrix in (update.down, update.up):
                 seen.update(repr((part, layer, update.scale, matrix.dtype, matrix.shape)).encode())
-                flat: Any = matrix.contiguous().flatten().view(torch.uint8).numpy()
+                flat = matrix.contiguous().flatten().view(torch.uint8).numpy()
                 seen.update(flat.data)
     return seen.hexdigest()
 
