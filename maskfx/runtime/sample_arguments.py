@@ -107,7 +107,7 @@ class SampleArguments:
         batch: int,
         leaves: Mapping[str, Argument],
         texts: Mapping[str, list[int]],
-    ) -> Any:
+    ) -> object:
         """Return an argument of a call with a batch, for one of its samples."""
         if isinstance(value, Tensor):
             leaf = leaves[path]

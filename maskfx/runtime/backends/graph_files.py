@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.utils.dlpack
@@ -91,7 +91,7 @@ class OnnxGraph:
         found = self._session.run_with_ort_values(self._outputs, given)
         return [torch.utils.dlpack.from_dlpack(value._ortvalue) for value in found]
 
-    def _given(self, value: Tensor) -> Any:
+    def _given(self, value: Tensor) -> object:
         value = value.detach().contiguous()
         if value.dtype == torch.bfloat16:  # which NumPy doesn't have
             bits = value.cpu().view(torch.uint16).numpy()

@@ -145,7 +145,7 @@ class RowCounter(fx.Interpreter):
             if node.op == "placeholder":
                 self.rows[node] = row_set(program.interface.inputs[str(node.target)])
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         before = self.mode.get_total_flops()
         value = super().run_node(n)
         if n.op == "call_function":
@@ -164,8 +164,8 @@ class RowCounter(fx.Interpreter):
         return value.detach().to("meta") if isinstance(value, Tensor) else value
 
     def call_function(
-        self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], kwargs: dict[str, object]
+    ) -> object:
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
         if target is torch.ops.aten.to.device:
@@ -203,7 +203,7 @@ class RowCounter(fx.Interpreter):
         return whole
 
 
-def int_of(args: Iterable[Any]) -> int:
+def int_of(args: Iterable[object]) -> int:
     return next((a for a in args if isinstance(a, int)), 0)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -179,7 +179,7 @@ def tabulated(forest: RandomForestClassifier, stretches: int, ages: int) -> Bool
 
 def scores(
     forest: RandomForestClassifier, judge: TableJudge, learnt: Samples, tested: Samples
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the scores on held-out runs, and how often the table decides as the forest."""
     from sklearn.metrics import roc_auc_score
 

@@ -387,7 +387,7 @@ class PatchSession:
             known[key] = mask if everywhere or self._masked is None else mask & self._masked
         return known[key]
 
-    def _read(self, own: Branch, inputs: Mapping[str, Any], computed: Bools) -> None:
+    def _read(self, own: Branch, inputs: Mapping[str, object], computed: Bools) -> None:
         """Store the input where the first stretch has read it."""
         own.read = self._inputs.read(own.read, self._inputs.find(inputs), computed)
 
