@@ -152,7 +152,7 @@ class Lowering:
         return self.call(aten.to.dtype, pairs, self.wide)
 
 
-Rule = Callable[[Lowering, dict[str, Any]], Node]
+Rule = Callable[[Lowering, dict[str, object]], Node]
 RULES: dict[object, Rule] = {}
 
 
@@ -164,7 +164,7 @@ def rule(target: object) -> Callable[[Rule], Rule]:
     return noted
 
 
-def normalized(node: Node) -> dict[str, Any]:
+def normalized(node: Node) -> dict[str, object]:
     """Return the arguments of an operator by name."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)

@@ -43,11 +43,11 @@ class Decisions:
     used: list[int]  # inputs whose values the conditions read
     sized: list[int]  # inputs whose sizes the conditions read
     answers: list[bool]
-    _asked: list[tuple[Any, int]] = field(default_factory=list)
-    _shapes: list[Any] = field(default_factory=list)
+    _asked: list[tuple[object, int]] = field(default_factory=list)
+    _shapes: list[object] = field(default_factory=list)
     _held: bool = False
 
-    def hold(self, values: Sequence[Any]) -> bool:
+    def hold(self, values: Sequence[object]) -> bool:
         """Return True if these arguments, in graph input order, give the same answers."""
         asked = [(values[i], version_of(values[i])) for i in self.used]
         shapes = [getattr(values[i], "shape", values[i]) for i in self.sized]
@@ -183,7 +183,7 @@ def going_by(
     followed = Followed()
 
     @functools.wraps(forward)
-    def answered(*args: object, **kwargs: object) -> tuple[Any, tuple[Tensor, ...]]:
+    def answered(*args: object, **kwargs: object) -> tuple[object, tuple[Tensor, ...]]:
         asked: list[Tensor] = []
         answers, counts = iter(plain.answers), iter(plain.counts)
         lengths = lengths_.text_lengths(leaves, kwargs)

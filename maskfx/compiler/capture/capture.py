@@ -156,7 +156,7 @@ def exported_with(
                 raise
 
 
-def shapes_of(values: Sequence[Any]) -> list[tuple[int, ...]]:
+def shapes_of(values: Sequence[object]) -> list[tuple[int, ...]]:
     return [tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in values]
 
 

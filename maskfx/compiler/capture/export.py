@@ -80,7 +80,7 @@ class _SetType(type):
         return issubclass(other, builtins.set)
 
 
-class SymbolicSet(set[Any], metaclass=_SetType):
+class SymbolicSet(set[object], metaclass=_SetType):
     """`set`, except that one of symbolic numbers, which have no hash, is a list without equals."""
 
     def __new__(cls, *args: Any) -> Any:

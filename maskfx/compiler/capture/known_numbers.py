@@ -57,7 +57,7 @@ def filled_at(part: object) -> Numbers:
 
 
 SAME = ("to", "cpu", "long", "int", "clone", "contiguous", "detach")
-VIEWS: dict[str, Callable[..., Any]] = {
+VIEWS: dict[str, Callable[..., object]] = {
     **dict.fromkeys(SAME, lambda own, *args, **named: own),
     **dict.fromkeys(("reshape", "view"), reshaped),
     "repeat": repeated,

@@ -99,7 +99,7 @@ class LightProducts(TorchDispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         written: Sequence[Tensor],
-    ) -> Any:
+    ) -> object:
         """Write nothing to values that weren't computed; other ones aren't known afterwards."""
         if len(written) != 1 or written[0] is not args[0]:
             raise NotLight(f"{func} writes several values")
@@ -107,7 +107,9 @@ class LightProducts(TorchDispatchMode):
             self._note(args[0])
         return args[0]
 
-    def _leave_out(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _leave_out(
+        self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         """Return memory in the form of an operator's results."""
         device = next(value.device for value in tensors_in((args, kwargs)))
 
@@ -138,7 +140,7 @@ class LightProducts(TorchDispatchMode):
         return value
 
 
-def convolved_elements(module: nn.Module, inputs: Mapping[str, Any]) -> int:
+def convolved_elements(module: nn.Module, inputs: Mapping[str, object]) -> int:
     """Return how many numbers convolutions wider than one site read in a call.
 
     A recording of the call keeps about as many. 0 if the module can't run lightly.
@@ -167,7 +169,9 @@ def tensors_in(values: object) -> list[Tensor]:
     return [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def written_by(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def written_by(
+    func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Iterator[Tensor]:
     """Yield the tensors that an operator writes."""
     if not func._schema.is_mutable:
         return

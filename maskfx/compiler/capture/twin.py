@@ -95,7 +95,7 @@ class Twin:
         self._of[id(value)] = made
         return made
 
-    def _function(self, value: FunctionType) -> Any:
+    def _function(self, value: FunctionType) -> object:
         """Return the twin's method for a stand-in; refuse functions that hold parts."""
         standin = getattr(value, STANDIN, None)
         if standin is not None:
