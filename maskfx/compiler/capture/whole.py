@@ -42,7 +42,11 @@ class Call:
 
 @dataclass
 class WholeModules:
-    """The submodules of a denoiser that its capture keeps whole."""
+    """The submodules of a denoiser that its capture keeps whole.
+
+    Args:
+        module: the denoiser, or its twin; an export of it sees operators in their place.
+    """
 
     module: nn.Module
     kept: list[Whole] = field(default_factory=list)
@@ -94,16 +98,20 @@ class WholeModules:
                 if own is not None:
                     kept.inner.forward = own
 
-    def put_back(self, graph_module: nn.Module) -> None:
-        """Put the modules into an exported graph, in place of their operators."""
+    def put_back(self, graph_module: nn.Module, own: nn.Module) -> None:
+        """Put the parts of `own` into an exported graph, in place of their operators.
+
+        `own` is the module that runs, where its twin was exported.
+        """
         paths = {id(part): path for path, part in self.module.named_modules()}
         for part in graph_module.modules():
             if not isinstance(part, fx.GraphModule):
                 continue
             for node in part.graph.find_nodes(op="call_function", target=ops.whole):
                 values, number = node.args[:2]
-                name = "whole_" + paths[id(self.kept[number].inner)].replace(".", "_")
-                part.add_submodule(name, self.kept[number])
+                path = paths[id(self.kept[number].inner)]
+                name = "whole_" + path.replace(".", "_")
+                part.add_submodule(name, self.kept[number].around(own.get_submodule(path)))
                 with part.graph.inserting_before(node):
                     held = part.graph.get_attr(name)
                     new = part.graph.call_function(run_whole, (held, values))
