@@ -81,7 +81,7 @@ class RankProcess:
             self.runs.update(one.run for one in request.late if one is not None)
         for step in request.steps:
             if isinstance(step, EditStep):
-                cache: Any = step.cache
+                cache: object = step.cache
                 assert isinstance(cache, SentCache)
                 self.known.add(cache.number)
 

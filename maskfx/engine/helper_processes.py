@@ -234,7 +234,7 @@ class HelperProcesses:
 
     def _run_here(
         self, part: object, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Any:
+    ) -> object:
         with torch.no_grad():
             return self._here.run(part, method, args, kwargs)
 

@@ -73,7 +73,7 @@ def verdicts(
 
     wanted = pytree.tree_leaves(module(**given()))
 
-    def verdict(graph: str, found: Any) -> Verdict:
+    def verdict(graph: str, found: object) -> Verdict:
         apart = [difference(a, b) for a, b in zip(pytree.tree_leaves(found), wanted, strict=True)]
         bound = max(BOUNDS.get(t.dtype, ROUNDED) for t in wanted)
         return Verdict(graph, sizes, max(apart), bound)

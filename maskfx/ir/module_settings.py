@@ -6,7 +6,6 @@ import copy
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -104,7 +103,9 @@ def is_read(key: str, value: object) -> bool:
     return not key.startswith("_") or (not key.startswith("__") and (empty or is_switch(value)))
 
 
-def columns(slots: list[tuple[dict[str, Any], str]]) -> tuple[list[dict[str, Any]], list[str]]:
+def columns(
+    slots: list[tuple[dict[str, object], str]],
+) -> tuple[list[dict[str, object]], list[str]]:
     return [part for part, _ in slots], [key for _, key in slots]
 
 
@@ -129,7 +130,7 @@ class Switches:
         """Return True if one has another value than at first."""
         return self._now() != self._known
 
-    def _now(self) -> list[Any]:
+    def _now(self) -> list[object]:
         return list(map(dict.get, self._parts, self._keys))
 
     @contextmanager

@@ -126,7 +126,7 @@ def keyword(name: str) -> inspect.Parameter:
 
 
 def call_of(
-    pipe: Any,
+    pipe: Pipeline,
     args: Sequence[object],
     given: Mapping[str, object],
     quality: Quality | str | None = None,
@@ -141,7 +141,7 @@ def call_of(
     return PipelineCall.bind(pipe, state, args, own, options)
 
 
-def read_ahead(pipe: Any, args: Sequence[object], given: Mapping[str, object]) -> bool:
+def read_ahead(pipe: Pipeline, args: Sequence[object], given: Mapping[str, object]) -> bool:
     """Begin to read the template of a call that waits from disk; return False if there is none.
 
     LoRA files that the call names are loaded too. Nothing is recorded, and arguments that are wrong

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from threading import Lock
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,7 +55,9 @@ class StepThreads:
         self._pools: WeakKeyDictionary[StepExecutor, ThreadPoolExecutor] = WeakKeyDictionary()
         self._lock = Lock()  # groups of requests may step at the same time
 
-    def start(self, executor: StepExecutor, work: Callable[..., None], *args: Any) -> Future[None]:
+    def start(
+        self, executor: StepExecutor, work: Callable[..., None], *args: object
+    ) -> Future[None]:
         """Run a function after those started before with the same executor."""
         with self._lock:
             if executor not in self._pools:

@@ -20,6 +20,7 @@ from maskfx.pipelines.call_handler import CallPart, DenseHandler
 from maskfx.pipelines.compile import call_of, pipeline_state_of
 from maskfx.pipelines.late_lora import LateLora
 from maskfx.pipelines.lora import CallAdapters
+from maskfx.pipelines.pipeline import Pipeline
 from maskfx.runtime.lora.profile import COSINE, Profile, first_below
 from maskfx.runtime.lora.registry import RegisteredAdapter
 from maskfx.runtime.reuse.session import times_of
@@ -65,7 +66,7 @@ class LatentTrace(DenseHandler):
 
 
 def profile_adapter(
-    pipe: Any,
+    pipe: Pipeline,
     adapter: RegisteredAdapter,
     calls: Sequence[Callable[[], Arguments]],
     weight: float = 1.0,

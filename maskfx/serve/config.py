@@ -202,7 +202,7 @@ MASK = "********"
 class SettingValue:
     """The value of a setting, and its origin."""
 
-    value: Any
+    value: object
     origin: str
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import lengths as lengths_
@@ -242,8 +243,10 @@ def split_off(module: fx.GraphModule, answers: list[bool], steps: Sequence[bool]
     questions.output(tuple(env[n] for n in asked))
     found = Decisions(LazyModule(module, questions), used, sized, answers)
     output.args = (type(output.args[0])(kept),)
-    codegen: Any = graph._codegen
+    codegen = graph._codegen
+    assert isinstance(codegen, _PyTreeCodeGen)
     info = codegen.pytree_info
+    assert info.out_spec is not None, "an exported graph has results"
     codegen.pytree_info = info._replace(out_spec=info.out_spec.children()[0])
     graph.eliminate_dead_code()
     module.recompile()

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.branches import Decisions
 from maskfx.compiler.capture.roles import Argument, Sizes
+from maskfx.ir.other_sizes import SizeExpr
 from maskfx.ir.pyramid import Pyramid
 from maskfx.ir.values import copies, has_meta, same_constant, same_values
 
@@ -49,7 +50,7 @@ class Capture:
     out_spec: pytree.TreeSpec
     pyramid: Pyramid
     constants: dict[int, Any]
-    symbols: dict[str, Any] = field(default_factory=dict)
+    symbols: dict[str, SizeExpr] = field(default_factory=dict)
     guards: list[Any] | None = field(default_factory=list)
     frozen: Sizes | None = None
     fixed_batch: int | None = None

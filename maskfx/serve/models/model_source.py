@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from maskfx import shipped
 from maskfx.errors import InputError
 from maskfx.ir import progress
 from maskfx.pipelines.call_defaults import call_of
+from maskfx.pipelines.pipeline import Pipeline
 
 LIBRARIES = ("diffusers", "transformers")
 PICKLED = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
@@ -66,7 +68,7 @@ def load_pipeline(
     return pipe.to(device)
 
 
-def load_controlnet(name: str, model: Path | str, dtype: torch.dtype) -> Any:
+def load_controlnet(name: str, model: Path | str, dtype: torch.dtype) -> nn.Module:
     """Load a ControlNet of whatever class its config names.
 
     Args:
@@ -88,12 +90,13 @@ def load_controlnet(name: str, model: Path | str, dtype: torch.dtype) -> Any:
     load: Any = diffusers.AutoModel.from_pretrained
     try:
         with library_bars(progress.shows()):
-            return load(
+            net: nn.Module = load(
                 str(where),
                 torch_dtype=dtype,
                 use_safetensors=True,
                 local_files_only=isinstance(where, Path),
             )
+            return net
     except (OSError, ValueError) as error:
         raise InputError(
             f"controlnets: {name!r} can't be loaded: {error}; expected the folder of a ControlNet "
@@ -101,7 +104,7 @@ def load_controlnet(name: str, model: Path | str, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def with_controlnets(pipe: Any, nets: Sequence[Any]) -> Any:
+def with_controlnets(pipe: Pipeline, nets: Sequence[nn.Module]) -> Any:
     """Return the pipeline of diffusers' class for its task with ControlNets, over its parts."""
     import diffusers
 
