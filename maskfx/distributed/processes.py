@@ -273,7 +273,7 @@ class Ranks:
 def packed(held: tuple[Any, ...]) -> bytes:
     """Return the module and what belongs to it, once for each process: handles serve one."""
     try:
-        return bytes(ForkingPickler.dumps((bare(held[0]), *held[1:])))
+        return bytes(ForkingPickler.dumps((bare(held[0], hooks=False), *held[1:])))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise Unsendable(f"{type(held[0]).__name__}: {error}") from error
 

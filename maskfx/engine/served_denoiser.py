@@ -51,7 +51,11 @@ class ServedDenoiser:
         self.tensors = TensorHolder(name)
 
     def __reduce__(self) -> tuple[type[ServedDenoiser], tuple[object, Settings, int]]:
-        return ServedDenoiser, (bare(self.denoiser.module), self.denoiser.settings, self.name)
+        return ServedDenoiser, (
+            bare(self.denoiser.module, hooks=False),
+            self.denoiser.settings,
+            self.name,
+        )
 
     def compute(self, message: Packed, dropped: Dropped) -> Packed:
         """Compute steps; return results whose edits are the computed rows only.

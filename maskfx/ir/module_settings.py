@@ -6,28 +6,69 @@ import copy
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
 
 from torch import nn
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # of PyTorch, which run around `forward`
 
 
 def settings_of(module: nn.Module) -> str:
     """Return a digest of a module's plain values: scales of adapters, switches, names.
 
-    Callables of its parts that aren't modules, such as attention processors, hold some too. The
-    code that computes the module contains them as constants, so a captured graph is valid for these
-    values only.
+    Callables of its parts that aren't modules, such as attention processors, hold some too, and so
+    do hooks of its parts. The code that computes the module contains them as constants, so a
+    captured graph is valid for these values only. The module's own hooks aren't among them: they
+    act on its calls.
     """
     found = hashlib.sha256()
     for name, part in module.named_modules():
         found.update(f"{name} {type(part).__name__} {part.training}".encode())
         for line in state_of(part):
             found.update(line.encode())
-        for key, value in vars(part).items():
-            if not key.startswith("_") and is_called(value):
-                found.update(f"{key}: {name_of(value)}".encode())
-                for line in state_of(value):
-                    found.update(line.encode())
+        called = [(k, v) for k, v in vars(part).items() if not k.startswith("_") and is_called(v)]
+        for key, value in [*called, *(hooks_of(part) if name else ())]:
+            found.update(f"{key}: ".encode())
+            for line in lines_of(value):
+                found.update(line.encode())
     return found.hexdigest()
+
+
+def hooks_of(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what PyTorch calls before and after a module's `forward`, with its kind."""
+    for kind in HOOKS:
+        for hook in vars(part).get(kind, {}).values():
+            yield kind, hook
+
+
+def lines_of(called: Any) -> Iterator[str]:
+    """Yield the name of a callable, and the plain values that it holds."""
+    yield name_of(called)
+    yield from state_of(called)
+    if hasattr(called, "__wrapped__"):  # in place of the method that it calls
+        return
+    code = getattr(called, "__code__", None)
+    if code is not None:
+        yield hashlib.sha256(code.co_code).hexdigest()
+        yield from (repr(value) for value in code.co_consts if is_plain(value))
+    if isinstance(called, partial):
+        yield name_of(called.func)
+    yield from (repr(value) if is_plain(value) else type(value).__name__ for value in held(called))
+
+
+def held(called: Any) -> list[Any]:
+    """Return what a function's code reads from where it was made, and a partial's arguments."""
+    if isinstance(called, partial):
+        return [*called.args, *called.keywords.values()]
+    found = [*(getattr(called, "__defaults__", None) or ())]
+    for cell in getattr(called, "__closure__", None) or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # empty
+            continue
+    return found
 
 
 class KnownSettings:
@@ -69,6 +110,8 @@ class SeenValues:
         other = [slot for slot in slots if not is_plain(slot[0][slot[1]])]
         self._plain, self._other = columns(plain), columns(other)
         self._sizes = list(map(len, self._places))
+        self._hooks = [vars(p).get(kind, {}) for p in self._parts[1:] for kind in HOOKS]
+        self._hooked = list(chain.from_iterable(self._hooks))  # numbers, each given once
         self._values = copy.deepcopy(list(map(dict.get, *self._plain)))
         self._types = list(map(type, self._values))  # 1 equals True
         self._objects = list(map(dict.get, *self._other))  # held, so that identities stay theirs
@@ -80,6 +123,7 @@ class SeenValues:
             return (
                 list(self._module.modules()) != self._parts
                 or list(map(len, self._places)) != self._sizes
+                or list(chain.from_iterable(self._hooks)) != self._hooked
                 or list(map(id, map(dict.get, *self._other))) != self._identities
                 or list(map(type, map(dict.get, *self._plain))) != self._types
                 or list(map(dict.get, *self._plain)) != self._values

@@ -78,6 +78,19 @@ class CompiledPipeline:
         with progress.hidden(bars_disabled(self)):
             return serve_call(call_of(self, args, given, quality, template, record, lora))
 
+    def __copy__(self) -> Any:
+        """Return a shallow copy, which shares what the calls of this pipeline share."""
+        own = object.__new__(type(self))
+        own.__dict__.update(vars(self))
+        return own
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what deep copies and pickles are made from: the pipeline as it was before."""
+        original = getattr(type(self), "maskfx_original", type(self))
+        own = object.__new__(original)
+        own.__dict__.update({name: part for name, part in vars(self).items() if name != KEPT})
+        return as_it_is, (own,)
+
     def templates(self) -> list[StoredTemplate]:
         """Return the templates recorded here, or found on disk by a call, that still exist.
 
@@ -94,6 +107,11 @@ class CompiledPipeline:
                 f"forget({name!r}): no template has this name; pipe.templates() lists them"
             )
         library.forget(name)
+
+
+def as_it_is(pipe: Any) -> Any:
+    """Return a pipeline that was read from a pickle, or deeply copied."""
+    return pipe
 
 
 def call_like(original: Callable[..., Any], added: Sequence[str]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from maskfx.pipelines.call_handler import CallPart
 from maskfx.pipelines.computed_sites import kind_of, mask_work, sites_of
 from maskfx.pipelines.interception import bars_disabled
 from maskfx.pipelines.run import DenoiserCall
-from maskfx.pipelines.stand_in import running
+from maskfx.pipelines.stand_in import computing
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.dense_ways import DenseWay
 from maskfx.runtime.step_executor import StepExecutor
@@ -142,7 +142,8 @@ def run_group(
     """Run calls of one denoiser, or of several that compute the same, as one step."""
     members: list[list[StepMember]] = []
     hidden = all(bars_disabled(call.run.pipe) for call in calls)
-    with running(None), progress.hidden(hidden), switched_as_begun(calls):
+    modules = {call.denoiser.module for call in calls}
+    with computing(modules), progress.hidden(hidden), switched_as_begun(calls):
         for call in calls:
             try:
                 members.append(choose_steps(call))

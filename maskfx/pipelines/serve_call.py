@@ -63,12 +63,16 @@ def patch_sessions(call: PipelineCall) -> PatchSessions | None:
 def serve_edit(call: PipelineCall) -> Any:
     """Run an edit; outside the mask the result has the original's pixels.
 
-    Where the scheduler applies the mask, white may be what it keeps: the pipeline runs as it is.
+    Where the scheduler applies the mask, white may be what it keeps: the pipeline runs as it is. So
+    does one that accepts a mask itself, if nothing is masked.
     """
     if call.state.accepts_mask and steps_read_mask(call.pipe):
         call.state.notes["its scheduler applies the mask, in its own way, so edits run dense"] += 1
         return call.run(DenseHandler())
     masks = pixel_masks(call.mask)
+    if call.state.accepts_mask and call.options.template is None and not torch.stack(masks).any():
+        call.state.notes["its mask masks nothing: the pipeline runs as it is"] += 1
+        return call.run(DenseHandler())
     check_picture(call)
     row = call.count_edited(len(masks))
     if call.state.records:

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from maskfx.errors import InputError
+from maskfx.errors import SignatureError
 from maskfx.pipelines.masks import like_mask
 from maskfx.pipelines.stand_in import named_arguments
 from maskfx.runtime.weights import Weights
@@ -45,7 +45,7 @@ def bind_arguments(
     try:
         return named_arguments(signature, args, kwargs)
     except TypeError as error:
-        raise InputError(
+        raise SignatureError(
             f"{type_name(call)}: {error}; it accepts {', '.join(list(signature.parameters)[1:])}, "
             "and maskfx adds quality, template and record"
         ) from error

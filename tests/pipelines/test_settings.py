@@ -1,6 +1,7 @@
 """Settings of a denoiser: what of its plain values stands in the code that computes it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,6 +60,46 @@ def test_what_parts_call_counts_among_their_settings():
     assert settings_of(module) == found[0]
 
 
+def scaled(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: factor * x
+
+
+def powered(x: Tensor, to: float = 2.0) -> Tensor:
+    return x**to
+
+
+def test_functions_count_with_the_values_that_they_hold():
+    module: Any = nn.Sequential(nn.Linear(2, 2))
+    given = (
+        scaled(1.0),
+        scaled(2.0),
+        partial(powered, to=3.0),
+        partial(powered, to=4.0),
+        lambda x: x + 1,
+        lambda x: x + 2,
+    )
+    found = []
+    for function in given:
+        module[0].act = function
+        found.append(settings_of(module))
+    assert len(set(found)) == len(given)
+    module[0].act = scaled(1.0)
+    assert settings_of(module) == found[0]
+
+
+def test_hooks_of_parts_count_and_the_modules_own_do_not():
+    module: Any = nn.Sequential(nn.Linear(2, 2))
+    before, found = settings_of(module), []
+    for hook in (scaled(1.0), scaled(2.0)):
+        for hang in (module[0].register_forward_hook, module[0].register_forward_pre_hook):
+            handle = hang(hook)
+            found.append(settings_of(module))
+            handle.remove()
+    assert len({before, *found}) == 5
+    module.register_forward_hook(print)
+    assert settings_of(module) == before
+
+
 def test_known_settings_are_digested_again_when_a_value_changes(monkeypatch: pytest.MonkeyPatch):
     module: Any = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     module[0].processor, module[1].names, module[1].table = Processor(1.0), ["one"], None
@@ -81,6 +122,9 @@ def test_known_settings_are_digested_again_when_a_value_changes(monkeypatch: pyt
         lambda: setattr(module[0], "processor", functional.relu),
         lambda: setattr(module[1], "table", torch.ones(3)),
         lambda: setattr(module[1], "p", torch.ones(3)),  # in place of a number
+        lambda: module[1].register_forward_hook(print),
+        lambda: module[1].register_forward_pre_hook(print),
+        lambda: module[1]._forward_hooks.clear(),
         lambda: module.append(nn.Identity()),
         lambda: module.train(not module.training),
     ]

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,9 @@ from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.branches import Unexportable, split_off
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.export import drop_refills, export_as_answered, quiet, spell_views
+from maskfx.compiler.capture.light_run import NotLight, light_twin
 from maskfx.compiler.capture.roles import Argument, Sizes
+from maskfx.compiler.capture.twin import NoTwin
 from maskfx.compiler.capture.whole import WholeModules
 from maskfx.ir import progress
 from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, int_hint, set_lane
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SINGLE_ATTEMPTS = 4  # sizes that are tried for one sample, after others were for a batch
+CAPTURING = RLock()  # an export changes what the whole process shares: functions of torch, logging
 
 
 def capture(
@@ -50,7 +54,9 @@ def capture(
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
     A module that can't be exported at all, and any module if not `attempt`, returns a capture
-    without a graph; its notes state the reason.
+    without a graph; its notes state the reason. An export puts fake weights into what it exports,
+    which is the module's twin, so that other threads may run the module meanwhile; a module with
+    hooks has no twin and is exported itself. Captures in several threads take turns.
 
     Args:
         module: the module.
@@ -74,7 +80,7 @@ def capture(
     one = one or single
     tries = candidates(call.sizes, leaves, one, fixed) if listed < 2 and attempt else iter(())
     attempts = islice(tries, SINGLE_ATTEMPTS) if one else tries
-    whole = WholeModules(module)
+    whole = WholeModules(twin_of(module), module)
     for number, (wanted, symbolic) in enumerate(attempts, 1):
         progress.stage(0, "export" if number == 1 else f"export, attempt {number}")
         kind = "symbolic" if symbolic else "fixed"
@@ -112,6 +118,15 @@ def capture(
     )
 
 
+def twin_of(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a module with the same weights to export, or the module itself if it has no twin."""
+    try:
+        return light_twin(module).module
+    except (NoTwin, NotLight) as error:
+        log.debug("%s is exported itself: %s", type(module).__name__, error)
+        return module
+
+
 @dataclass(frozen=True)
 class ExampleCall:
     """The call that a module is captured for: its arguments, flattened, and their sizes."""
@@ -131,7 +146,7 @@ def captured_at(
     notes: Sequence[str],
 ) -> Capture:
     """Export the module as it runs on arguments of these sizes; raise if that fails."""
-    with quiet():
+    with CAPTURING, quiet():
         exported, answers = exported_with(whole, example, call.leaves, symbolic)
         result = finish(exported, call, sizes, symbolic, notes, answers)
         assert result.module is not None

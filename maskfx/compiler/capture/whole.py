@@ -44,9 +44,15 @@ class Call:
 
 @dataclass
 class WholeModules:
-    """The submodules of a denoiser that its capture keeps whole."""
+    """The submodules of a denoiser that its capture keeps whole.
+
+    Args:
+        module: what is exported, the denoiser's twin or the denoiser itself.
+        own: the denoiser, whose parts run.
+    """
 
     module: nn.Module
+    own: nn.Module
     kept: list[Whole] = field(default_factory=list)
     _tried: set[type] = field(default_factory=set)
 
@@ -97,15 +103,16 @@ class WholeModules:
                     kept.inner.forward = own
 
     def put_back(self, graph_module: nn.Module) -> None:
-        """Put the modules into an exported graph, in place of their operators."""
+        """Put the denoiser's modules into an exported graph, in place of their operators."""
         paths = {id(part): path for path, part in self.module.named_modules()}
         for part in graph_module.modules():
             if not isinstance(part, fx.GraphModule):
                 continue
             for node in part.graph.find_nodes(op="call_function", target=ops.whole):
                 values, number = node.args[:2]
-                name = "whole_" + paths[id(self.kept[number].inner)].replace(".", "_")
-                part.add_submodule(name, self.kept[number])
+                path = paths[id(self.kept[number].inner)]
+                name = "whole_" + path.replace(".", "_")
+                part.add_submodule(name, self.kept[number].around(self.own.get_submodule(path)))
                 with part.graph.inserting_before(node):
                     held = part.graph.get_attr(name)
                     new = part.graph.call_function(run_whole, (held, values))
