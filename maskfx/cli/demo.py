@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -277,7 +276,7 @@ def edit_step() -> None:
     print(compiled.explain(SHARE))
 
 
-def build() -> tuple[torch.nn.Module, dict[str, Any]]:
+def build() -> tuple[torch.nn.Module, dict[str, object]]:
     """Return the UNet, and its inputs at one step: unconditional and conditional."""
     from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 

@@ -149,7 +149,7 @@ class Rank:
             self.late.finish()
             self.late = None
 
-    def compute_whole(self, request: WholeRequest) -> list[Any]:
+    def compute_whole(self, request: WholeRequest) -> list[object]:
         assert self.denoiser is not None
         return compute_steps(self.denoiser, self._steps(request))
 

@@ -186,7 +186,7 @@ def lay_out(parts: Mapping[str, Path], folder: Path, options: Options) -> None:
             write_repository(directory, folder / TRITON, name)
 
 
-def as_denoiser(model: object, example_inputs: Mapping[str, Any] | None) -> CompiledDenoiser:
+def as_denoiser(model: object, example_inputs: Mapping[str, object] | None) -> CompiledDenoiser:
     """Return the model as a denoiser that has been compiled for some call."""
     if isinstance(model, CompiledDenoiser):
         if example_inputs is not None:

@@ -99,7 +99,7 @@ def difference(found: Tensor, wanted: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-12))
 
 
-def example_arguments(capture: Capture, shapes: Sequence[Sequence[int]]) -> dict[str, Any]:
+def example_arguments(capture: Capture, shapes: Sequence[Sequence[int]]) -> dict[str, object]:
     """Return random arguments of these shapes, and the constants of the capture."""
     assert capture.module is not None
     draw = torch.Generator().manual_seed(0)

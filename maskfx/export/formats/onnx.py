@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -184,7 +184,9 @@ class Translatable(ExportedProgram):
     """
 
     def run_decompositions(
-        self, decomp_table: Mapping[OperatorBase, Callable[..., Any]] | None = None, **others: Any
+        self,
+        decomp_table: Mapping[OperatorBase, Callable[..., object]] | None = None,
+        **others: object,
     ) -> ExportedProgram:
         calls = [n.target for n in self.graph.nodes if n.op == "call_function"]
         writes = any(getattr(t, "_schema", None) and t._schema.is_mutable for t in calls)
