@@ -108,7 +108,7 @@ def find_methods(components: Mapping[str, object]) -> dict[str, AutoencoderMetho
     }
 
 
-def input_of(arguments: Mapping[str, Any]) -> Tensor | None:
+def input_of(arguments: Mapping[str, object]) -> Tensor | None:
     """Return the input of a call; None if other arguments matter too, or it is no picture."""
     values = dict(arguments)
     values.pop("return_dict", None)

@@ -78,7 +78,7 @@ class CompiledPipeline:
         with progress.hidden(bars_disabled(self)):
             return serve_call(call_of(self, args, given, quality, template, record, lora))
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> object:
         """Return a shallow copy, which shares what the calls of this pipeline share."""
         own = object.__new__(type(self))
         own.__dict__.update(vars(self))
@@ -109,12 +109,12 @@ class CompiledPipeline:
         library.forget(name)
 
 
-def as_it_is(pipe: Any) -> Any:
+def as_it_is(pipe: object) -> object:
     """Return a pipeline that was read from a pickle, or deeply copied."""
     return pipe
 
 
-def call_like(original: Callable[..., Any], added: Sequence[str]) -> Callable[..., Any]:
+def call_like(original: Callable[..., object], added: Sequence[str]) -> Callable[..., object]:
     """Return a `__call__` with the pipeline's signature and documentation.
 
     Callers that inspect the signature find the pipeline's arguments, and those that maskfx adds:

@@ -16,7 +16,7 @@ from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times
 
 STRAIGHT = 0.0  # weight of a parabola: clean latents go on along a line
-Key = tuple[Any, ...]  # denoiser, branch and shapes: guidance may end midway
+Key = tuple[object, ...]  # denoiser, branch and shapes: guidance may end midway
 
 
 @dataclass

@@ -68,7 +68,7 @@ class LoraTarget:
         return cls(kind.__module__, kind.__qualname__, layers, unet)
 
     @cached_property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         return {
             "module": self.module,
             "kind": self.kind,

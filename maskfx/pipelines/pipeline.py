@@ -48,7 +48,7 @@ def is_inner(part: object) -> bool:
     return hasattr(type(part), "components") and is_pipeline(part)
 
 
-def attributes_of(pipe: object) -> dict[str, Any]:
+def attributes_of(pipe: object) -> dict[str, object]:
     """Return the attributes of an object itself, for callers that may change them."""
     return getattr(pipe, "__dict__", {})
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from maskfx.runtime.lora.registry import RegisteredAdapter
 from maskfx.runtime.reuse.session import times_of
 from maskfx.runtime.steps import AnyStep
 
-Arguments = Mapping[str, Any]
+Arguments = Mapping[str, object]
 
 
 @dataclass(frozen=True)

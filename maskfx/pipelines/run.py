@@ -62,7 +62,7 @@ from maskfx.runtime.sites.mask import Mask, MaskCache
 from maskfx.runtime.step_kinds import StepKind
 
 Execute = Callable[[list["DenoiserCall"]], None]
-Shapes = dict[tuple[str, ShapeKey], Any]  # denoiser and inputs -> shapes of the result
+Shapes = dict[tuple[str, ShapeKey], object]  # denoiser and inputs -> shapes of the result
 
 
 @dataclass(eq=False)
@@ -281,7 +281,7 @@ class PipelineRun:
         """Whether outputs of earlier steps are used, so that changes of the function matter."""
         return self.handler.selection.skips or bool(self.late or self.rows)
 
-    def _guess(self, call: DenoiserCall) -> Any:
+    def _guess(self, call: DenoiserCall) -> object:
         """Return the result of a call that isn't computed; None if it must be."""
         held = None if self.late is None else self.late.held(call)
         if held is not None and held.shape is not None:

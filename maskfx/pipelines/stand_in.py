@@ -192,7 +192,7 @@ def installed(module: nn.Module, method: str = "forward") -> StandIn | None:
     return found
 
 
-def call_with_hooks_once(module: nn.Module, standin: StandIn) -> Callable[..., Any]:
+def call_with_hooks_once(module: nn.Module, standin: StandIn) -> Callable[..., object]:
     """Return a `_call_impl`, which runs a module's hooks around `forward`.
 
     A call that is computed for a pipeline runs `forward` alone: the pipeline's own call has run the
@@ -208,7 +208,7 @@ def call_with_hooks_once(module: nn.Module, standin: StandIn) -> Callable[..., A
     return call
 
 
-def state_without_stand_ins(module: nn.Module, standin: StandIn) -> Callable[[], Any]:
+def state_without_stand_ins(module: nn.Module, standin: StandIn) -> Callable[[], object]:
     """Return a `__getstate__`, from which copies and pickles of a module are made."""
     original = standin.original
 
@@ -223,7 +223,7 @@ def state_without_stand_ins(module: nn.Module, standin: StandIn) -> Callable[[],
     return state
 
 
-def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., Any]:
+def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., object]:
     """Return a `forward` that dispatches calls; a function, because captures read its code."""
     original = standin.original
     signature = inspect.signature(original)
@@ -239,13 +239,15 @@ def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., An
     return forward
 
 
-def dispatching_method(autoencoder: nn.Module, method: str, standin: StandIn) -> Callable[..., Any]:
+def dispatching_method(
+    autoencoder: nn.Module, method: str, standin: StandIn
+) -> Callable[..., object]:
     """Return a method that dispatches to the current run, which may decline the call."""
     original = standin.original
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def dispatch(*args: object, **kwargs: object) -> Any:
+    def dispatch(*args: object, **kwargs: object) -> object:
         run = CURRENT.get()
         if run is not None:
             found = run.code(autoencoder, method, named_arguments(signature, args, kwargs))
@@ -267,7 +269,7 @@ def is_coded(part: object, method: str) -> bool:
 
 def named_arguments(
     signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a call's arguments by name, without defaults; entries of `**kwargs` by their names."""
     bound = dict(signature.bind(*args, **kwargs).arguments)
     for parameter in signature.parameters.values():

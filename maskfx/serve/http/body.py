@@ -152,8 +152,8 @@ async def read_form(request: Request, form: type[F], kinds: Sequence[str], limit
     return await _in_thread(_form, given, form)
 
 
-Given = list[tuple[str, Any]]
-In = TypeVar("In", bound=bytearray | list[tuple[str, Any]])
+Given = list[tuple[str, object]]
+In = TypeVar("In", bound=bytearray | list[tuple[str, object]])
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -205,7 +205,7 @@ def _pairs(body: bytearray) -> Given:
     return list(value)
 
 
-class _Pairs(list[tuple[str, Any]]):
+class _Pairs(list[tuple[str, object]]):
     """A JSON object as a list of pairs, in order and with repeated names."""
 
 

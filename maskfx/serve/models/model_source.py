@@ -157,7 +157,7 @@ def import_notices_hidden() -> Iterator[None]:
         log.setLevel(level)
 
 
-def exported_denoisers(folder: Path) -> dict[str, Any]:
+def exported_denoisers(folder: Path) -> dict[str, object]:
     """Return the denoisers that are exported graphs, by component name."""
     from maskfx.export.shell import exported_parts, load_shell
 
@@ -230,7 +230,7 @@ def check_folder(folder: Path) -> None:
             )
 
 
-def index_of(folder: Path) -> dict[str, Any]:
+def index_of(folder: Path) -> dict[str, object]:
     path = folder / "model_index.json"
     try:
         index = json.loads(path.read_text(encoding="utf-8"))

@@ -106,7 +106,7 @@ class PipelineSet:
                 share_denoisers(editor.pipe, generator.pipe)
         return cls(editor, generator)
 
-    def check_told(self, told: Mapping[str, Any]) -> None:
+    def check_told(self, told: Mapping[str, object]) -> None:
         """Raise InputError if `call.json` sets an argument that can't take effect."""
         for name in told:
             kinds = " and ".join(
