@@ -18,6 +18,7 @@ from typing import Any, Protocol, get_args, get_type_hints
 
 from torch import nn
 
+from maskfx.ir.callables import hooks_of
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.runtime.offload import whole_hook
 
@@ -103,9 +104,10 @@ def is_hooked(module: nn.Module) -> bool:
     """Return True if hooks run before or after its parts: offloading, casting, block caching.
 
     Such a module must run as a whole, at the time it is called. A hook that only moves the whole
-    module to its device doesn't count.
+    module to its device doesn't count. PyTorch's hooks on parts are part of what is captured, those
+    on the module itself run around the stand-in.
     """
-    return any(
+    return any(hooks_of(module)) or any(
         hasattr(part, "_hf_hook")
         and (part is not module or whole_hook(part) is None)
         or getattr(getattr(part, "_diffusers_hook", None), "hooks", None)
