@@ -161,11 +161,10 @@ def run_group(
 @contextmanager
 def switched_as_begun(calls: Sequence[DenoiserCall]) -> Iterator[None]:
     """Give denoisers the switches that they had when the calls' runs began, within the context."""
-    found = [call.run.switches[call.name] for call in calls if call.name in call.run.switches]
+    found = [call.run.settings[call.name] for call in calls if call.name in call.run.settings]
     with ExitStack() as stack:
-        for switches in found:
-            if switches.changed():
-                stack.enter_context(switches.restored())
+        for settings in found:
+            stack.enter_context(settings.switched())
         yield
 
 

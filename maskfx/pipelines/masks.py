@@ -45,7 +45,8 @@ def pixel_mask(given: object, where: str = "mask_image") -> Tensor:
             "white, 1 or True is what is edited"
         )
     value = value.detach().cpu()
-    level = 128 if value.dtype == torch.uint8 else 0.5
+    bytes_ = value.dtype == torch.uint8 and bool((value > 1).any())  # else numbers of 0 and 1
+    level = 128 if bytes_ else 0.5
     chosen = value if value.dtype == torch.bool else value >= level
     if chosen.dim() == 4:
         chosen = chosen.any(0)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.ir.late import LateTensor
 from maskfx.ir.level_shares import MaskWork
-from maskfx.ir.module_settings import Switches
+from maskfx.ir.module_settings import RunSettings
 from maskfx.ir.values import copy_of, made_object
 from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler, CallPart
@@ -180,8 +180,8 @@ class PipelineRun:
     wait: Wait = wait_uninterrupted  # for an adapter
     late: LateResults | None = None  # None: denoisers read one another's results in time
     rows: LateRows | None = None  # None: ranks wait for one another's rows
-    follow: Callable[[str], Switches] | None = None  # returns a denoiser's switches
-    switches: dict[str, Switches] = field(default_factory=dict)  # of denoisers, at their first call
+    follow: Callable[[str], RunSettings] | None = None  # returns a denoiser's settings
+    settings: dict[str, RunSettings] = field(default_factory=dict)  # as of their first call
     _counts: Counter[str] = field(default_factory=Counter)
     _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
     _times: frozenset[float] = frozenset()
@@ -205,12 +205,12 @@ class PipelineRun:
         if id(module) not in self._hooked:
             self._hooked[id(module)] = is_hooked(module)
         if self._hooked[id(module)]:
-            self.note(f"{name}: hooks act on its parts (offloading?); it runs dense")
+            self.note(f"{name}: hooks act on it or its parts (offloading?); it runs dense")
             return False
-        if self.follow is not None and name not in self.switches:
-            self.switches[name] = self.follow(name)
-        if name in self.switches and self.switches[name].changed():
-            self.note(f"{name}: the pipeline changes a switch of it during the run; it runs dense")
+        if self.follow is not None and name not in self.settings:
+            self.settings[name] = self.follow(name)
+        if name in self.settings and self.settings[name].changed():
+            self.note(f"{name}: a setting of it changes during the run; it runs dense from there")
             return False
         return True
 

@@ -118,7 +118,8 @@ def is_hooked(module: nn.Module) -> bool:
     """Return True if hooks run before or after its parts: offloading, casting, block caching.
 
     Such a module must run as a whole, at the time it is called. A hook that only moves the whole
-    module to its device doesn't count.
+    module to its device doesn't count. PyTorch's hooks on parts are part of what is captured, those
+    on the module itself act when the pipeline calls it.
     """
     return any(
         hasattr(part, "_hf_hook")
