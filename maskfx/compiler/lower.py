@@ -7,33 +7,20 @@ state which rows belong together, so numbers of rows and requests stay free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
-from torch._ops import OpOverload
 
 from maskfx import ops
+from maskfx.compiler import lower_sums
 from maskfx.compiler.build_program import recording_twin, taps_of
-from maskfx.errors import CompileError
+from maskfx.compiler.lowering import RULES, Lowering, Node, aten, rule
 from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import Program
-from maskfx.ir.sources import (
-    Owner,
-    Pairs,
-    PairTable,
-    Requests,
-    Rest,
-    RestOwner,
-    RestSpans,
-    Source,
-    Spans,
-)
+from maskfx.ir.sources import Pairs, PairTable, Rest, RestSpans
 
-aten = torch.ops.aten
-Node = fx.Node
+__all__ = ["RULES", "lower", "lower_sums"]
 
 
 def lower(program: Program) -> Program:
@@ -51,127 +38,6 @@ def lower(program: Program) -> Program:
     return replace(
         program, module=module, recording=recording_twin(module, taps), interface=interface
     )
-
-
-class Lowering:
-    """Copies a program's graph with the operators of maskfx replaced.
-
-    Attributes:
-        graph: the new graph.
-        inputs: its inputs in order.
-        values: the new graph's node for each node of the old one.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.interface = program.interface
-        self.graph = fx.Graph()
-        self.inputs: dict[str, Source] = {}
-        self.values: dict[Node, Node] = {}
-        self._places: dict[Source, Node] = {}
-        self._known: dict[Hashable, Node] = {}
-        kinds = {tap.dtype for tap in self.interface.taps.values()}
-        self.wide = torch.float64 if torch.float64 in kinds else torch.float32
-        for node in program.module.graph.nodes:
-            self._copy(node)
-
-    def _copy(self, node: Node) -> None:
-        if node.op == "placeholder":
-            source = self.interface.inputs[str(node.target)]
-            if not isinstance(source, Spans | RestSpans | Pairs):
-                self.values[node] = self.input(str(node.target), source)
-                self.values[node].meta = dict(node.meta)
-            return
-        if node.op == "call_function" and node.target in RULES:
-            arguments = normalized(node)
-            self.values[node] = RULES[node.target](self, arguments)
-            if "val" in node.meta:
-                self.values[node].meta.setdefault("val", node.meta["val"])
-            return
-        self.values[node] = self.graph.node_copy(node, lambda n: self.values[n])
-
-    def drop_unread(self, kept: Sequence[Node]) -> None:
-        """Remove what neither the results nor these values depend on, and unread inputs."""
-        self.graph.eliminate_dead_code(lambda n: n in kept or n.op in ("placeholder", "output"))
-        for node in self.graph.find_nodes(op="placeholder"):
-            if not node.users:
-                self.graph.erase_node(node)
-                del self.inputs[str(node.target)]
-        order = [str(node.target) for node in self.graph.find_nodes(op="placeholder")]
-        self.inputs = {name: self.inputs[name] for name in order}
-        self.graph.lint()
-
-    # What rules use.
-
-    def input(self, name: str, source: Source) -> Node:
-        """Return the input with this source, and add it behind the others if it is missing."""
-        if source not in self._places:
-            last = next(reversed(self._places.values()), None)
-            with self.graph.inserting_after(last) if last else self.graph.inserting_before():
-                self._places[source] = self.graph.placeholder(name)
-            self.inputs[name] = source
-        return self._places[source]
-
-    def source(self, old: Node) -> Source:
-        """Return the source of an input of the old graph."""
-        return self.interface.inputs[str(old.target)]
-
-    def call(self, target: OpOverload, *args: fx.node.Argument) -> Node:
-        """Call an operator; the same call has one node."""
-        key = (target, *(tuple(a) if isinstance(a, list) else a for a in args))
-        if key not in self._known:
-            self._known[key] = self.graph.call_function(target, args)
-        return self._known[key]
-
-    def new(self, old: Node) -> Node:
-        return self.values[old]
-
-    def owner(self, spans: Node) -> Node:
-        """Return the request of each row that these spans divide."""
-        match self.source(spans):
-            case Spans(segments):
-                return self.input(f"owner_{slug(segments)}", Owner(segments))
-            case RestSpans(segments):
-                return self.input(f"rest_owner_{slug(segments)}", RestOwner(segments))
-        raise CompileError(f"lower: {spans} is an input without rows")
-
-    def members(self, owner: Node, like: Node | None = None) -> Node:
-        """Return (requests, rows): 1 where a row belongs to the request, else 0.
-
-        Args:
-            owner: the request of each row.
-            like: a value of the result's dtype; by default sums over sites are made with it.
-        """
-        numbers = self.input("requests", Requests())
-        pairs = self.call(
-            aten.eq.Tensor,
-            self.call(aten.unsqueeze.default, numbers, 1),
-            self.call(aten.unsqueeze.default, owner, 0),
-        )
-        if like is not None:
-            return self.call(aten.type_as.default, pairs, like)
-        return self.call(aten.to.dtype, pairs, self.wide)
-
-
-Rule = Callable[[Lowering, dict[str, object]], Node]
-RULES: dict[object, Rule] = {}
-
-
-def rule(target: object) -> Callable[[Rule], Rule]:
-    def noted(function: Rule) -> Rule:
-        RULES[target] = function
-        return function
-
-    return noted
-
-
-def normalized(node: Node) -> dict[str, object]:
-    """Return the arguments of an operator by name."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-
-
-def slug(segments: tuple[str, ...]) -> str:
-    return "_".join(s.replace(":", "").replace("@", "_region") for s in segments)
 
 
 @rule(ops.gather)
@@ -305,62 +171,3 @@ def pair_table(low: Lowering, given: dict[str, Any]) -> Node:
     tap = taps[loaded.tap] if isinstance(loaded, Rest) else next(iter(taps.values()))
     source = PairTable(pairs.value, pairs.queries, pairs.keys, pairs.heads, tap.dtype)
     return low.input(f"{given['bias'].target}_table", source)
-
-
-@rule(ops.site_mean)
-def site_mean(low: Lowering, given: dict[str, Any]) -> Node:
-    call = low.call
-    rows, rest = low.new(given["rows"]), low.new(given["rest"])
-    members = low.members(low.owner(given["spans"]))
-    own = call(aten.mm.default, members, call(aten.to.dtype, rows, low.wide))
-    total = call(aten.add.Tensor, own, call(aten.slice.Tensor, rest, 1, 0, -1))
-    if given["divide"]:
-        count = call(aten.sum.dim_IntList, members, [1], True)
-        count = call(aten.add.Tensor, count, call(aten.slice.Tensor, rest, 1, -1))
-        total = call(aten.div.Tensor, total, count)
-    return call(aten.type_as.default, total, rows)
-
-
-@rule(ops.site_extreme)
-def site_extreme(low: Lowering, given: dict[str, Any]) -> Node:
-    """Reduce the rows of each request in a copy where the others' rows can't count."""
-    call, sign = low.call, 1.0 if given["largest"] else -1.0
-    rows = call(aten.cat.default, [low.new(given["rows"]), low.new(given["rest"])])
-    owners = [low.owner(given["spans"]), low.owner(given["rest_spans"])]
-    members = low.members(call(aten.cat.default, owners), rows)
-    apart = call(aten.unsqueeze.default, call(aten.mul.Tensor, rows, sign), 0)
-    own = call(aten.gt.Scalar, call(aten.unsqueeze.default, members, 2), 0.5)
-    largest = call(aten.amax.default, call(aten.where.ScalarOther, own, apart, -torch.inf), [1])
-    return call(aten.mul.Tensor, largest, sign)
-
-
-@rule(ops.site_product)
-def site_product(low: Lowering, given: dict[str, Any]) -> Node:
-    call = low.call
-    left, right = (
-        call(aten.cat.default, [low.new(given[own]), low.new(given[rest])])
-        for own, rest in (("a", "rest_a"), ("b", "rest_b"))
-    )
-    owners = [low.owner(given["spans"]), low.owner(given["rest_spans"])]
-    members = low.members(call(aten.cat.default, owners), left)
-    columns = call(aten.permute.default, left, [1, 2, 0])
-    apart = call(
-        aten.mul.Tensor,
-        call(aten.unsqueeze.default, columns, 0),
-        call(aten.unsqueeze.default, call(aten.unsqueeze.default, members, 1), 1),
-    )
-    return call(aten.matmul.default, apart, call(aten.transpose.int, right, 0, 1))
-
-
-@rule(ops.owner_product)
-def owner_product(low: Lowering, given: dict[str, Any]) -> Node:
-    call = low.call
-    rows, matrices = low.new(given["rows"]), low.new(given["matrices"])
-    members = low.members(low.owner(given["spans"]), rows)
-    every = call(aten.matmul.default, call(aten.transpose.int, rows, 0, 1), matrices)
-    chosen = call(
-        aten.mul.Tensor,
-        every,
-        call(aten.unsqueeze.default, call(aten.unsqueeze.default, members, 1), 3),
-    )
-    return call(aten.transpose.int, call(aten.sum.dim_IntList, chosen, [0]), 0, 1)

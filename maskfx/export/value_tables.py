@@ -330,6 +330,9 @@ class ValueTables:
             "inserted": list(window.inserted),
             "scale": list(window.scale),
             "counts": window.counts,
+            "part": list(window.part),
+            "front": list(window.front),
+            "flat": window.flat,
         }
         return window.name
 

@@ -34,6 +34,10 @@ class LevelSpec(Protocol):
     def offset(self) -> Size: ...
     @property
     def roll(self) -> Size: ...
+    @property
+    def roll_part(self) -> Size: ...
+    @property
+    def fill_front(self) -> Size: ...
 
 
 class WindowSpec(Protocol):
@@ -58,6 +62,12 @@ class WindowSpec(Protocol):
     @property
     def counts(self) -> str: ...
     @property
+    def part(self) -> Size: ...
+    @property
+    def front(self) -> Size: ...
+    @property
+    def flat(self) -> bool: ...
+    @property
     def weighted(self) -> bool: ...
 
 
@@ -65,22 +75,43 @@ def level_size(level: LevelSpec, parent: Size) -> Size:
     """Return the size of a level from that of its parent."""
 
     def one(i: int) -> int:
-        count = (parent[i] * level.times[i] + level.grow[i]) // level.divide[i] + level.extra[i]
+        count = unfilled(level, parent[i], i)
         return -(-count // level.fill[i]) * level.fill[i]
 
     return one(0), one(1)
 
 
+def unfilled(level: LevelSpec, parent: int, i: int) -> int:
+    """Return the size of a level along an axis before it is filled up."""
+    return (parent * level.times[i] + level.grow[i]) // level.divide[i] + level.extra[i]
+
+
+def part_of(size: int, part: int) -> int:
+    """Return a part of a size, rounded down: `size // part`, negative if `part` is; 0 for none."""
+    return 0 if part == 0 else size // part if part > 0 else -(size // -part)
+
+
+def front_of(added: int, front: int) -> int:
+    """Return how many of the added sites lie before the picture.
+
+    `front`: 0 for none, 1 for all, 2 for half of them, -2 for half of them rounded up.
+    """
+    return abs(added // front) if front else 0
+
+
 def mask_at(mask: Bools, level: LevelSpec, size: Size) -> Bools:
     """Return a mask at a level derived from its own: a site is active if any it covers is."""
-    if level.roll != (0, 0):
-        return np.roll(mask, level.roll, (0, 1))
+    if level.roll != (0, 0) or level.roll_part != (0, 0):
+        shifts = [n + part_of(mask.shape[i], level.roll_part[i]) for i, n in enumerate(level.roll)]
+        return np.roll(mask, shifts, (0, 1))
     for axis in (0, 1):
+        added = size[axis] - unfilled(level, mask.shape[axis], axis)
+        offset = level.offset[axis] - front_of(added, level.fill_front[axis])
         if level.times[axis] > 1:
             mask = mask.repeat(level.times[axis], axis)
-        if level.offset[axis]:
+        if offset:
             count = mask.shape[axis]
-            places = np.arange(max(count, size[axis] * level.divide[axis])) + level.offset[axis]
+            places = np.arange(max(count, size[axis] * level.divide[axis])) + offset
             mask = mask.take(places.clip(0, count - 1), axis)
         if level.divide[axis] > 1:
             starts = np.arange(0, mask.shape[axis], level.divide[axis])
@@ -97,6 +128,10 @@ def full_window(window: WindowSpec, source: Size, target: Size) -> Index:
 
     Places outside of the grid have the index one past the last site.
     """
+    if window.flat:
+        many = source[0] * source[1]
+        found = axis_places(window, 1, many, target[0] * target[1])
+        return np.where(found < 0, many, found)
     y, x = (axis_places(window, i, source[i], target[i]) for i in (0, 1))
     index = y[:, None, :, None] * source[1] + x[None, :, None, :]
     inside = (y >= 0)[:, None, :, None] & (x >= 0)[None, :, None, :]
@@ -121,7 +156,7 @@ def axis_places(window: WindowSpec, i: int, source: int, target: int) -> Index:
         return (2 * at + 1) * source // (2 * target)
     if window.rounding:
         return at * source // target
-    at = at * window.stride[i] - window.before[i]
+    at = at * window.stride[i] - beginning(window, i, source, target)
     at = at + np.arange(window.kernel[i])[None] * window.dilation[i]
     if window.edge == "circular":
         return at % source
@@ -132,6 +167,13 @@ def axis_places(window: WindowSpec, i: int, source: int, target: int) -> Index:
     between = at % window.inserted[i] != 0
     at = at // window.inserted[i]
     return np.where(between | (at < 0) | (at >= source), -1, at)
+
+
+def beginning(window: WindowSpec, i: int, source: int, target: int) -> int:
+    """Return how many places before the first site a window begins."""
+    added = target - source
+    front = front_of(abs(added), window.front[i])
+    return window.before[i] + part_of(source, window.part[i]) + (front if added > 0 else -front)
 
 
 def axis_weights(window: WindowSpec, i: int, source: int, target: int) -> Floats:

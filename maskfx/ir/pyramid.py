@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from maskfx.ir.grids import level_size
+from maskfx.ir.grids import level_size, part_of
 from maskfx.ir.lanes import (
     Atom,
     Batch,
@@ -47,6 +47,9 @@ class Window:
         inserted: the distance between the source's sites in a grid with zeros between them.
         scale: of a resampling: the source's sizes over the target's, if not their quotient.
         counts: of a mean: the places that count, those "inside" the grid or the "padded" one.
+        part: it begins a part of the source's size earlier too, given as in `Level.roll_part`.
+        front: where one of the levels is filled up around the other: as `Level.fill_front`.
+        flat: it runs along the sites row by row, from the end of a row to the next one's beginning.
     """
 
     source: int
@@ -60,6 +63,9 @@ class Window:
     inserted: tuple[int, int] = (1, 1)
     scale: tuple[float, ...] = ()
     counts: str = ""
+    part: tuple[int, int] = (0, 0)
+    front: tuple[int, int] = (0, 0)
+    flat: bool = False
 
     @property
     def weighted(self) -> bool:
@@ -68,13 +74,15 @@ class Window:
 
     @property
     def name(self) -> str:
-        sizes: tuple[float, ...] = ()
+        sizes: tuple[float | str, ...] = ()
         if not self.rounding:
             sizes = (*self.kernel, *self.stride, *self.before, *self.dilation)
             sizes += self.inserted if self.inserted != (1, 1) else ()
+            for word, more in (("part", self.part), ("front", self.front)):
+                sizes += (word, *more) if more != (0, 0) else ()
         elif self.kernel != (1, 1):
             sizes = (*self.kernel, *self.scale)
-        words = (self.rounding, self.edge, self.counts)
+        words = (self.rounding, self.edge, self.counts, "flat" if self.flat else "")
         parts = [self.source, self.target, *(w for w in words if w), *sizes]
         return "_".join(str(p).replace("-", "m").replace(".", "p") for p in parts)
 
@@ -88,7 +96,9 @@ class Level:
     `offset`: where the first site begins among the parent's, after `times`; with a padding of four
     sites at the top it is -4.
     `roll` is set for a level whose sites are its parent's, moved down and to the right as
-    `torch.roll` moves them. `fill`: sites are added at the far edges up to a multiple.
+    `torch.roll` moves them; with a `roll_part` of n by another n-th part of the size, rounded down,
+    back if it is negative. `fill`: sites are added up to a multiple, at the far edges or, with a
+    `fill_front` of 2, half of them before the picture (-2: rounded up, 1: all).
     """
 
     parent: int | None = None
@@ -100,6 +110,8 @@ class Level:
     offset: tuple[int, int] = (0, 0)
     roll: tuple[int, int] = (0, 0)
     fill: tuple[int, int] = (1, 1)
+    roll_part: tuple[int, int] = (0, 0)
+    fill_front: tuple[int, int] = (0, 0)
 
     def size(self, parent: tuple[int, int]) -> tuple[int, int]:
         return level_size(self, parent)
@@ -107,10 +119,30 @@ class Level:
     @property
     def moves(self) -> bool:
         """Whether its sites are apart from those of a level of the same size and place."""
-        return self.roll != (0, 0) or self.fill != (1, 1)
+        return self.rolls or self.fill != (1, 1)
+
+    @property
+    def rolls(self) -> bool:
+        """Whether its sites are its parent's, rolled."""
+        return self.roll != (0, 0) or self.roll_part != (0, 0)
+
+    @property
+    def shifts(self) -> tuple[Shift, Shift]:
+        """How far it is rolled along each axis."""
+        return (self.roll[0], self.roll_part[0]), (self.roll[1], self.roll_part[1])
 
 
+Shift = tuple[int, int]  # how far a roll moves: a number of sites, and `Level.roll_part`
+NO_SHIFT: Shift = (0, 0)
 Place = tuple[tuple[float, float], tuple[float, float]]  # of a first site, and between two
+
+
+def added(one: Shift, other: Shift) -> Shift | None:
+    """Return how far two rolls move together; None if that is no number and part of the size."""
+    part = one[1] + other[1]
+    if one[1] and other[1] and part:
+        return None
+    return one[0] + other[0], part
 
 
 def is_near(one: Place, other: Place) -> bool:
@@ -207,24 +239,29 @@ class Pyramid:
             found = self.levels[found].parent
         return found
 
-    def rolled(self, level: int, shift: tuple[int, int]) -> int:
+    def rolled(self, level: int, shifts: tuple[Shift, Shift]) -> int:
         """Return a level whose sites are moved; moving them back gives the level before."""
         own = self.levels[level]
-        if own.parent is not None and own.roll != (0, 0):
-            level, shift = own.parent, (own.roll[0] + shift[0], own.roll[1] + shift[1])
-        return self.derive(Level(parent=level, roll=shift)) if shift != (0, 0) else level
+        down, across = (added(*pair) for pair in zip(own.shifts, shifts, strict=True))
+        if own.parent is not None and own.rolls and down is not None and across is not None:
+            level, shifts = own.parent, (down, across)
+        if shifts == (NO_SHIFT, NO_SHIFT):
+            return level
+        (y, y_part), (x, x_part) = shifts
+        return self.derive(Level(parent=level, roll=(y, x), roll_part=(y_part, x_part)))
 
-    def rolled_by(self, level: int) -> tuple[int, int]:
-        """Return by how many sites the level that this one is derived from last was rolled."""
+    def rolled_by(self, level: int) -> tuple[Shift, Shift]:
+        """Return how far the level that this one is derived from last was rolled."""
         moved = self.moved_from(level)
-        return (0, 0) if moved is None else self.levels[moved].roll
+        return (NO_SHIFT, NO_SHIFT) if moved is None else self.levels[moved].shifts
 
     def distance(self, level: int) -> float:
         """Return how far from the picture's a level's sites lie, its rolls included."""
         far = sum(map(abs, self.place(self.levels[level])[0]))
         moved = self.moved_from(level)
         while moved is not None:
-            far += sum(map(abs, self.levels[moved].roll))
+            shifts = zip(self.levels[moved].shifts, self.hints[moved], strict=True)
+            far += sum(abs(number + part_of(size, part)) for (number, part), size in shifts)
             parent = self.levels[moved].parent
             moved = None if parent is None else self.moved_from(parent)
         return far

@@ -34,14 +34,21 @@ from maskfx.ops.kernels.serves import runs_on as has_kernels
 from maskfx.ops.low_rank import add_low_rank
 from maskfx.ops.native import cpu
 from maskfx.ops.norms import group_scale, scale_shift
+from maskfx.ops.pairs import STEPS, pair_sum, site_pair_sum
 from maskfx.ops.picks import by_expert, choose, chosen, expert_product, pick_tokens
 from maskfx.ops.put import add_changes, put_all, put_rows, replace_all
-from maskfx.ops.sums import owner_product, site_extreme, site_mean, site_product
+from maskfx.ops.sums import (
+    owner_product,
+    site_extreme,
+    site_logsumexp,
+    site_mean,
+    site_product,
+)
 from maskfx.ops.whole import run_whole, whole
 
 ALL = (
     *(gather, enter, group_scale, scale_shift, attend, site_mean, site_product, owner_product),
-    site_extreme,
+    *(site_extreme, site_logsumexp, pair_sum, site_pair_sum),
     *(pick_tokens, choose, chosen, by_expert, expert_product, add_low_rank),
 )
 
@@ -56,6 +63,7 @@ cpu.register()
 __all__ = [
     "ALL",
     "FUSED",
+    "STEPS",
     "add_gated",
     "attend_packed",
     "gated",
@@ -88,7 +96,10 @@ __all__ = [
     "pick_tokens",
     "run_whole",
     "scale_shift",
+    "pair_sum",
     "site_extreme",
+    "site_logsumexp",
+    "site_pair_sum",
     "site_mean",
     "site_product",
     "sum_ranks",

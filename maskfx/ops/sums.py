@@ -49,6 +49,26 @@ site_extreme = define(
 )
 
 
+def _site_logsumexp(rows: Tensor, rest: Tensor, spans: Tensor, rest_spans: Tensor) -> Tensor:
+    """(requests, features): log-sum-exps of a request's rows and of the rest's rows, in wide."""
+    kind = wide(rows.dtype)
+    out = rows.new_zeros(spans.shape[0], rows.shape[1], dtype=kind)
+    for i, (span, other) in enumerate(zip(spans.tolist(), rest_spans.tolist(), strict=True)):
+        own = join([*pieces(rows, span), *pieces(rest, other)], rows)
+        if len(own):
+            out[i] = torch.logsumexp(own.to(kind), 0)
+    return out
+
+
+site_logsumexp = define(
+    "site_logsumexp(Tensor rows, Tensor rest, Tensor spans, Tensor rest_spans) -> Tensor",
+    _site_logsumexp,
+    lambda rows, rest, spans, rest_spans: rows.new_empty(
+        spans.shape[0], rows.shape[1], dtype=wide(rows.dtype)
+    ),
+)
+
+
 def _site_product(
     a: Tensor, b: Tensor, rest_a: Tensor, rest_b: Tensor, spans: Tensor, rest_spans: Tensor
 ) -> Tensor:

@@ -71,6 +71,8 @@ class Splitter:
             ops.group_scale: self.moments,
             ops.site_mean: self.sums,
             ops.site_extreme: self.extreme,
+            ops.site_logsumexp: self.extreme,
+            ops.site_pair_sum: self.pairs,
             ops.site_product: self.product,
             ops.choose: self.choose,
             ops.pick_tokens: self.pick,
@@ -158,6 +160,16 @@ class Splitter:
         self.replace(node, edit.emit(ops.merge_parts, out, weight, *tables, self._next()))
         return True
 
+    def pairs(self, node: fx.Node) -> bool:
+        """Sum over the keys and values of all ranks."""
+        q, k, v, rest_k, rest_v, q_spans, k_spans, *more = node.args
+        keys = self.segments_of(k_spans)
+        edit: Any = Editor(self.graph, self.ctx, node)
+        k, v = self.exchange(edit, [k, v], keys)  # type: ignore[list-item]
+        spans = edit.input(f"read_spans_{slug(keys)}", ReadSpans(keys))
+        node.args = (q, k, v, rest_k, rest_v, q_spans, spans, *more)
+        return True
+
     def shares(self, edit: Editor, sources: Sequence[Any]) -> tuple[list[fx.Node], fx.Node]:
         """Return the inputs with this rank's share of cached rows, and their spans."""
         segments = sources[0].segments
@@ -187,12 +199,12 @@ class Splitter:
         return True
 
     def extreme(self, node: fx.Node) -> bool:
-        rows, rest, spans, rest_spans, largest = node.args
+        rows, rest, spans, rest_spans, *more = node.args
         segments = self.segments_of(spans)
         edit = Editor(self.graph, self.ctx, node)
         (rows,) = self.exchange(edit, [rows], segments)  # type: ignore[list-item]
         read = edit.input(f"read_spans_{slug(segments)}", ReadSpans(segments))
-        node.args = (rows, rest, read, rest_spans, largest)
+        node.args = (rows, rest, read, rest_spans, *more)
         return True
 
     def product(self, node: fx.Node) -> bool:

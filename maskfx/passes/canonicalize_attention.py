@@ -150,10 +150,10 @@ def alone(node: fx.Node) -> bool:
     return len(node.users) == 1 and node_value(node).is_floating_point()
 
 
-def step_back(found: Scores, names: frozenset[str]) -> bool:
-    """Skip an operator that only copies, converts or moves axes."""
+def step_back(found: Scores, names: frozenset[str], shared: bool = False) -> bool:
+    """Skip an operator that only copies, converts or moves axes; `shared`: used elsewhere too."""
     node, name = found.node, op_name(found.node)
-    if not alone(node) or not (name in names or name in MOVES):
+    if not (shared or alone(node)) or not (name in names or name in MOVES):
         return False
     rank = node_value(node).dim()
     order = list(range(rank))
@@ -192,9 +192,8 @@ def scaled(found: Scores) -> bool:
 
 def is_wide(value: object, node: fx.Node) -> bool:
     """Return True if a value has the shape of what is made of it."""
-    return isinstance(value, fx.Node) and shape_hint(node_value(value)) == shape_hint(
-        node_value(node)
-    )
+    own = node_value(value) if isinstance(value, fx.Node) else None
+    return isinstance(own, torch.Tensor) and shape_hint(own) == shape_hint(node_value(node))
 
 
 def padded(shape: list[int], rank: int) -> list[int]:

@@ -18,7 +18,9 @@ def canonicalize_einsum(graph: fx.Graph, ctx: PassContext) -> int:
     After   y = permute(x, [0, 5, 1, 3, 2, 4])
     and     y = einsum("bihd,bjhd->bhij", [q, k])
     becomes y = matmul(permute(q, [0, 2, 1, 3]), permute(k, [0, 2, 3, 1]))
-    Keeps   an einsum of three operands, one that repeats a letter, one without an arrow.
+    and     y = einsum("bnd,bde,bn->bne", [q, k, z])
+    becomes y = mul(matmul(q, k), unsqueeze(z, -1))     (the first two operands first)
+    Keeps   an einsum that repeats a letter, one without an arrow.
     """
     count = 0
     for node in list(graph.nodes):
@@ -27,6 +29,11 @@ def canonicalize_einsum(graph: fx.Graph, ctx: PassContext) -> int:
             continue
         spell, operands = Speller(graph, node), list(node.args[1])
         *inputs, out = terms
+        while len(operands) > 2:  # the first two by themselves
+            kept = "".join(dict.fromkeys(x for term in (*inputs[2:], out) for x in term))
+            kept = "".join(x for x in kept if x in inputs[0] + inputs[1])
+            value, letters = product(spell, operands[:2], inputs[:2], kept)
+            operands, inputs = [value, *operands[2:]], [letters, *inputs[2:]]
         if len(operands) == 1:
             value, letters = summed(spell, operands[0], inputs[0], out)
         else:
@@ -49,7 +56,7 @@ def read(node: fx.Node) -> list[str] | None:
     left, arrow, out = equation.replace(" ", "").partition("->")
     terms = [*left.split(","), out]
     values = [node_value(n) for n in operands if isinstance(n, fx.Node)]
-    if not arrow or len(operands) not in (1, 2) or len(terms) != len(operands) + 1:
+    if not arrow or not operands or len(terms) != len(operands) + 1:
         return None
     if len(values) != len(operands) or not all(isinstance(v, torch.Tensor) for v in values):
         return None

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
+from torch.types import IntLikeType
 
-from maskfx.ir.lanes import Lane, NotLaned
+from maskfx.ir.lanes import Lane, NotLaned, Y
 from maskfx.ir.pyramid import Level, Window
 from maskfx.passes.context import PassContext, argument, node_value, op_name
 from maskfx.passes.operators import CONVOLUTIONS, PADS, WINDOWS
@@ -22,7 +23,7 @@ class Geometry:
 
     Args:
         source: what the window reads, before padding.
-        edge, inserted, counts: see `maskfx.ir.pyramid.Window`.
+        edge, inserted, counts, flat: see `maskfx.ir.pyramid.Window`.
         ceil: whether a last window may begin before the border and end beyond it.
     """
 
@@ -39,6 +40,7 @@ class Geometry:
     ceil: bool = False
     inserted: Pair = (1, 1)
     grow: Pair = (0, 0)
+    flat: bool = False
 
     def level(self, parent: int) -> Level:
         """Return the level of the results, derived from the source's.
@@ -83,6 +85,7 @@ class Geometry:
             edge=self.edge,
             counts=self.counts,
             inserted=self.inserted,
+            flat=self.flat,
         )
 
     @property
@@ -116,10 +119,14 @@ def window_geometry(node: fx.Node, lane_of: LaneOf) -> Geometry:
     found = (
         convolution(node, source, lane_of)
         if name in CONVOLUTIONS
+        else along_axis(node, source, lane_of)
+        if name == "conv1d"
         else unfold(node, source, lane_of)
         if name == "im2col"
         else pool(node, source, lane_of)
     )
+    if name == "conv1d":
+        return found
     return padded(found, lane_of, keeps_padding=name in ("avg_pool2d", "max_pool2d"))
 
 
@@ -149,6 +156,47 @@ def convolution(node: fx.Node, source: fx.Node, lane_of: LaneOf) -> Geometry:
         before = after = pair(padding)
     lane = lane_before_pad(source, lane_of)
     return Geometry(source, lane, kernel, stride, before, after, dilation, int(groups))
+
+
+def along_axis(node: fx.Node, source: fx.Node, lane_of: LaneOf) -> Geometry:
+    """Return the geometry of a conv1d: along picture rows, along columns, or row after row."""
+    weight, lane = node.args[1], lane_before_pad(source, lane_of)
+    assert isinstance(weight, fx.Node)
+    down = [isinstance(atom, Y) for atom in lane.dims[-1]]
+
+    def placed(number: int, other: int) -> Pair:
+        return (number, other) if down == [True] else (other, number)
+
+    kernel = int(node_value(weight).shape[2])
+    stride, dilation = (single(argument(node, *at, 1)) for at in ((3, "stride"), (5, "dilation")))
+    padding = argument(node, 4, "padding", 0)
+    reach = dilation * (kernel - 1) if padding == "same" else 0
+    ends = (reach // 2, reach - reach // 2)
+    ends = ends if isinstance(padding, str) else (single(padding), single(padding))
+    found = Geometry(
+        source,
+        lane,
+        placed(kernel, 1),
+        placed(stride, 1),
+        placed(ends[0], 0),
+        placed(ends[1], 0),
+        placed(dilation, 1),
+        int(argument(node, 6, "groups", 1)),
+        flat=down == [True, False],
+    )
+    if op_name(source) not in PADS:
+        return found
+    edge, pads = padding_of(source)
+    if edge is None or any(pads[2:]) or ends != (0, 0) and (edge or min(pads) < 0):
+        return replace(found, lane=lane_of(source))
+    inner = source.args[0]
+    assert isinstance(inner, fx.Node)
+    before, after = (placed(end + pad, 0) for end, pad in zip(ends, pads[:2], strict=True))
+    return replace(found, source=inner, before=before, after=after, edge=edge)
+
+
+def single(value: int | Sequence[int]) -> int:
+    return int(value if isinstance(value, int) else value[0])
 
 
 def pool(node: fx.Node, source: fx.Node, lane_of: LaneOf) -> Geometry:
@@ -221,7 +269,7 @@ def folds_into_users(node: fx.Node) -> bool:
     if op_name(node) not in PADS or padding_of(node)[0] is None:
         return False
     users = [op_name(u) for u in node.users]
-    return bool(users) and all(u in WINDOWS for u in users)
+    return bool(users) and all(u in WINDOWS or u == "conv1d" for u in users)
 
 
 def given_ends(node: fx.Node) -> list[fx.Node | int]:
@@ -230,10 +278,11 @@ def given_ends(node: fx.Node) -> list[fx.Node | int]:
     return list(pads)  # type: ignore[arg-type]
 
 
-def ends_of(ctx: PassContext, node: fx.Node) -> list[int | None]:
-    """Return the padding before and after each axis; None where the size of the picture decides."""
-    found = given_ends(node)
-    return [constant_of(ctx, p.meta["val"] if isinstance(p, fx.Node) else p) for p in found]
+def ends_of(ctx: PassContext, node: fx.Node) -> list[IntLikeType]:
+    """Return the padding before and after each axis: a number, or the symbolic size it is."""
+    found = [p.meta["val"] if isinstance(p, fx.Node) else p for p in given_ends(node)]
+    constants = [constant_of(ctx, p) for p in found]
+    return [p if c is None else c for p, c in zip(found, constants, strict=True)]
 
 
 def edge_of(node: fx.Node) -> str:
@@ -262,9 +311,6 @@ def transposed_geometry(node: fx.Node, lane_of: LaneOf) -> Geometry:
         pair(argument(node, *at, 0)) for at in ((4, "padding"), (5, "output_padding"))
     )
     groups, dilation = int(argument(node, 6, "groups", 1)), pair(argument(node, 7, "dilation", 1))
-    into, out = node_value(weight).shape[:2]
-    if groups != 1 and not (out == 1 and groups == into):
-        raise NotLaned("a transposed convolution in groups isn't narrowed, unless it is depthwise")
     grow = tuple(
         dilation[i] * (kernel[i] - 1) - 2 * padding[i] + extra[i] + 1 - stride[i] for i in (0, 1)
     )

@@ -23,6 +23,8 @@ from maskfx.passes.context import (
 from maskfx.passes.lane_rules.mixing import is_within_rows, line_axis
 from maskfx.passes.row_form import fixed_rows
 
+ATTENTIONS = frozenset({"scaled_dot_product_attention", "pair_sum"})
+
 
 def narrow_attention(graph: fx.Graph, ctx: PassContext) -> int:
     """Attend from active rows to active rows and to the cached keys and values of the rest.
@@ -30,16 +32,20 @@ def narrow_attention(graph: fx.Graph, ctx: PassContext) -> int:
     Before  y = scaled_dot_product_attention(q, k, v)
     After   y = attend(q, k, v, rest_k, rest_v, spans, spans, rest_spans)   (all rows-first)
     or      y = scaled_dot_product_attention(q, k, v)   (each row attends to its own features)
+    and     y = pair_sum(q, k, v, "sigmoid")
+    becomes y = site_pair_sum(q, k, v, rest_k, rest_v, spans, spans, rest_spans, "sigmoid")
     Keeps   attention of values without sites.
     """
     count = 0
     for node in list(graph.nodes):
-        if op_name(node) != "scaled_dot_product_attention" or not attends_rows(node):
+        if op_name(node) not in ATTENTIONS or not attends_rows(node):
             continue
         edit = Editor(graph, ctx, node)
         lanes = [need_lane(n) for n in node.args[:3]]
         if is_within_rows(*lanes):
             within(edit, node)
+        elif op_name(node) == "pair_sum":
+            weigh(edit, node)
         elif line_axis(*lanes):
             along_lines(edit, node, line_axis(*lanes))
         else:
@@ -62,13 +68,16 @@ def within(edit: Editor, node: fx.Node) -> None:
         rows, own = edit.rows(value), need_lane(value).row_shape()  # type: ignore[arg-type]
         heads = prod(own) // prod(shape)
         parts.append(edit.reshape(rows, own, [heads, *shape]))
-    mask = argument(node, 3, "attn_mask")
+    mask = attention_mask(node)
     if mask is not None:
         wide = [need_lane(mask).features(i) for i in range(len(node_shape(mask)) - 2)]
         heads = prod(wide) if prod(wide) > 1 else 1
         mask = edit.emit(aten.reshape.default, mask, [heads, *node_shape(mask)[-2:]])
-    named = {"scale": attention_scale(edit, node)}
-    out = edit.emit(aten.scaled_dot_product_attention.default, *parts, mask, **named)
+    if op_name(node) == "pair_sum":
+        out = edit.emit(ops.pair_sum, *parts, node.args[3])
+    else:
+        named = {"scale": attention_scale(edit, node)}
+        out = edit.emit(aten.scaled_dot_product_attention.default, *parts, mask, **named)
     width = [prod(lane.row_shape()) // (shapes[0][0] * shapes[2][1]), shapes[0][0], shapes[2][1]]
     edit.replace(edit.reshape(out, width, lane.row_shape()))
 
@@ -107,7 +116,42 @@ def line_input(edit: Editor, lane: Lane, axis: str, part: str) -> fx.Node:
     return edit.input(name, Lines(part, lane.segments, axis))
 
 
+def attention_mask(node: fx.Node) -> fx.Node | None:
+    return None if op_name(node) == "pair_sum" else argument(node, 3, "attn_mask")
+
+
+def weigh(edit: Editor, node: fx.Node) -> None:
+    """Sum the values of all keys, times a function of their scores."""
+    queries, own, pairs, key_segments = operands(edit, node)
+    images = tuple(s for s in key_segments if is_image(s))
+    spans = edit.spans(own), edit.spans(key_segments), edit.rest_spans(images)
+    out = edit.emit(ops.site_pair_sum, queries, *pairs, *spans, node.args[3])
+    put_back(edit, node, out)
+
+
 def attend(edit: Editor, node: fx.Node) -> None:
+    queries, own, pairs, key_segments = operands(edit, node)
+    images = tuple(s for s in key_segments if is_image(s))
+    lane = need_lane(node.args[0])
+    bias, layout = attention_bias(edit, argument(node, 3, "attn_mask"), lane, key_segments)
+    out = edit.emit(
+        ops.attend,
+        queries,
+        *pairs,
+        edit.spans(own),
+        edit.spans(key_segments),
+        edit.rest_spans(images),
+        bias,
+        *layout,
+        attention_scale(edit, node),
+    )
+    put_back(edit, node, out)
+
+
+def operands(
+    edit: Editor, node: fx.Node
+) -> tuple[fx.Node, tuple[str, ...], list[fx.Node], tuple[str, ...]]:
+    """Return the rows of the queries, and of keys and values with those of the rest."""
     q, k, v = (n for n in node.args[:3])
     assert isinstance(q, fx.Node)
     assert isinstance(k, fx.Node)
@@ -129,20 +173,15 @@ def attend(edit: Editor, node: fx.Node) -> None:
             rest.append(edit.input(f"rest_{tap}", Rest(tap, images)))
         else:
             rest.append(edit.emit(aten.slice.Tensor, rows, 0, 0, 0))
-    bias, layout = attention_bias(edit, argument(node, 3, "attn_mask"), lane, key_segments)
-    out = edit.emit(
-        ops.attend,
-        queries,
-        keys,
-        values,
-        *rest,
-        edit.spans(own),
-        edit.spans(key_segments),
-        edit.rest_spans(images),
-        bias,
-        *layout,
-        attention_scale(edit, node),
-    )
+    return queries, own, [keys, values, *rest], key_segments
+
+
+def put_back(edit: Editor, node: fx.Node, out: fx.Node) -> None:
+    """Replace the node by its rows, or by the results of a fixed number of queries."""
+    q, v = node.args[0], node.args[2]
+    assert isinstance(q, fx.Node)
+    assert isinstance(v, fx.Node)
+    lane = need_lane(q)
     if lane.has_sites:
         shape = [node_heads(lane), node_shape(v)[-1]]
         edit.replace(edit.reshape(out, shape, need_lane(node).row_shape()))

@@ -34,7 +34,7 @@ def narrow_convolutions(graph: fx.Graph, ctx: PassContext) -> int:
     count = 0
     for node in list(graph.nodes):
         name = op_name(node)
-        if not is_rows(node) or name not in WINDOWS | {"conv_transpose2d"}:
+        if not is_rows(node) or name not in WINDOWS | {"conv_transpose2d", "conv1d"}:
             continue
         edit = Editor(graph, ctx, node)
         if name == "conv_transpose2d" and patch_of(node) is not None:
@@ -119,12 +119,19 @@ def convolve(edit: Editor, picked: fx.Node, g: Geometry, transposed: bool = Fals
         wide = edit.emit(aten.unflatten.int, picked, 1, [taps, out])
         summed = edit.emit(aten.sum.dim_IntList, edit.emit(aten.mul.Tensor, wide, flat), [1])
         return summed if bias is None else edit.emit(aten.add.Tensor, summed, bias)
-    per = out // g.groups
-    flat = edit.derived(weight, (0, *places, 1), (g.groups, per, taps * each))
-    wide = edit.emit(aten.unflatten.int, picked, 1, [taps, g.groups, each])
+    if transposed:
+        into = out // g.groups
+        flat = edit.derived(weight, (2, 3, 0, 1), (taps, g.groups, into, each))
+        flat = edit.emit(aten.permute.default, flat, [1, 0, 2, 3])
+        flat = edit.emit(aten.flatten.using_ints, flat, 1, 2)
+    else:
+        into = each
+        flat = edit.derived(weight, (0, *places, 1), (g.groups, out // g.groups, taps * each))
+        flat = edit.emit(aten.transpose.int, flat, 1, 2)
+    wide = edit.emit(aten.unflatten.int, picked, 1, [taps, g.groups, into])
     grouped = edit.emit(
         aten.flatten.using_ints, edit.emit(aten.permute.default, wide, [2, 0, 1, 3]), 2, 3
     )
-    mixed = edit.emit(aten.bmm.default, grouped, edit.emit(aten.transpose.int, flat, 1, 2))
+    mixed = edit.emit(aten.bmm.default, grouped, flat)
     joined = edit.emit(aten.flatten.using_ints, edit.emit(aten.transpose.int, mixed, 0, 1), 1, 2)
     return joined if bias is None else edit.emit(aten.add.Tensor, joined, bias)

@@ -48,6 +48,9 @@ def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:
             edit.replace(edit.reshape(found, embedded(node), need_lane(node).row_shape()))
             count += 1
         elif op_name(node) == "conv1d":
+            geometry = window_geometry(node, need_lane)
+            if not geometry.pointwise or geometry.groups != 1:
+                continue
             edit.replace(along_tokens(edit, node))
             count += 1
         elif op_name(node) in CONVOLUTIONS:

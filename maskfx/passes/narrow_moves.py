@@ -100,11 +100,13 @@ def window_of(ctx: PassContext, node: fx.Node, source: Lane, target: Lane) -> Wi
         next((a.level for a in lane.atoms() if isinstance(a, Y)), None) for lane in (source, target)
     ]
     before, stride, edge, name = (0, 0), (1, 1), "", op_name(node)
-    shifts = site_shifts(node, source) if name == "roll" else None
+    shifts = site_shifts(ctx, node, source) if name == "roll" else None
     if levels[0] is None or levels[1] is None or levels[0] == levels[1] and shifts is None:
         return None
+    part = front = (0, 0)
     if shifts is not None:
-        before, edge = shifts, "circular"
+        (down, down_part), (across, across_part) = shifts
+        before, part, edge = (down, across), (down_part, across_part), "circular"
     elif name in ("slice", "slice_scatter"):
         first = 1 if name == "slice" else 2
         axis = argument(node, first, "dim", 0) % len(source.dims)
@@ -115,6 +117,8 @@ def window_of(ctx: PassContext, node: fx.Node, source: Lane, target: Lane) -> Wi
         down = any(isinstance(a, Y) for a in source.dims[axis])
         across = any(isinstance(a, X) for a in source.dims[axis])
         assert down != across, "a slice of sites is along one axis"
+        if isinstance(start, fx.Node):  # where a filled picture began before it was filled
+            front, start = fronts(ctx, levels[0], (int(down), int(across))), 0
         start = -start if name == "slice" else start
         before = (start, 0) if down else (0, start)
         steps = (step, 1) if down else (1, step)
@@ -124,8 +128,14 @@ def window_of(ctx: PassContext, node: fx.Node, source: Lane, target: Lane) -> Wi
         stride = steps
     else:
         edge = edge_of(node)
-        before = starts_of(ctx, node, source)
-    return Window(levels[0], levels[1], (1, 1), stride, before, edge=edge)
+        before, front = starts_of(ctx, node, source), fronts(ctx, levels[1], (1, 1))
+    return Window(levels[0], levels[1], (1, 1), stride, before, edge=edge, part=part, front=front)
+
+
+def fronts(ctx: PassContext, level: int, axes: tuple[int, int]) -> tuple[int, int]:
+    """Return the `fill_front` of a filled level along these axes, 0 along the others."""
+    down, across = ctx.pyramid.levels[level].fill_front
+    return down * axes[0], across * axes[1]
 
 
 def starts_of(ctx: PassContext, node: fx.Node, lane: Lane) -> tuple[int, int]:
@@ -134,5 +144,6 @@ def starts_of(ctx: PassContext, node: fx.Node, lane: Lane) -> tuple[int, int]:
     for i in range(len(ends) // 2):
         for atom in lane.dims[len(lane.dims) - 1 - i]:
             if isinstance(atom, (Y, X)):
-                starts[isinstance(atom, X)] = ends[2 * i] or 0
+                before = ends[2 * i]
+                starts[isinstance(atom, X)] = before if isinstance(before, int) else 0
     return starts[0], starts[1]

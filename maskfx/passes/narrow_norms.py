@@ -26,7 +26,7 @@ def narrow_norms(graph: fx.Graph, ctx: PassContext) -> int:
         if name in NORMS:
             rows = edit.rows(node.args[0])
             edit.replace(edit.emit(node.target, rows, *node.args[1:], **node.kwargs))
-        elif name in SOFTMAXES:
+        elif name in SOFTMAXES and not runs_over_sites(node):
             axis = need_lane(node.args[0]).row_dim(argument(node, 1, "dim"))
             rows = edit.rows(node.args[0])
             edit.replace(edit.emit(node.target, rows, axis, *node.args[2:], **node.kwargs))
@@ -38,6 +38,11 @@ def narrow_norms(graph: fx.Graph, ctx: PassContext) -> int:
             continue
         count += 1
     return count
+
+
+def runs_over_sites(node: fx.Node) -> bool:
+    """Return True for a softmax over sites, which is a reduction of them."""
+    return not need_lane(node).is_feature_dim(argument(node, 1, "dim"))
 
 
 def group_norm(edit: Editor, node: fx.Node) -> None:

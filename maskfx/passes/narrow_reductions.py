@@ -19,7 +19,9 @@ from maskfx.passes.context import (
     op_name,
     ops,
 )
-from maskfx.passes.operators import OF_ONE, REDUCTIONS, reduced_dims
+from maskfx.passes.narrow_norms import runs_over_sites
+from maskfx.passes.operators import OF_ONE, REDUCTIONS, SITE_SOFTMAXES, reduced_dims
+from maskfx.passes.row_form import is_rows
 
 TINY = 1e-12  # added to a variance whose root is divided by
 
@@ -31,6 +33,8 @@ def narrow_reductions(graph: fx.Graph, ctx: PassContext) -> int:
     After   y = site_mean(rows, sums of the rest, spans)
     and     y = linalg_vector_norm(x, 2, [2, 3])
     becomes y = sqrt(site_mean(rows * rows, sums of the rest, spans))   (a sum, not divided)
+    and     y = softmax(x, -1)               (the sites are the last axis)
+    becomes y = exp(rows - site_logsumexp(rows, rest, spans, rest spans)[owner])
     and     y = matmul(a, b)                 (of a window's sites, which are features of a row)
     becomes y = matmul(rows, other rows)
     Keeps   reductions of values without sites.
@@ -42,6 +46,8 @@ def narrow_reductions(graph: fx.Graph, ctx: PassContext) -> int:
             continue
         if name in REDUCTIONS and reduces_rows(node):
             reduce(Editor(graph, ctx, node), node)
+        elif name in SITE_SOFTMAXES and is_rows(node) and runs_over_sites(node):
+            softmax(Editor(graph, ctx, node), node)
         elif name in ("matmul", "bmm") and touches_rows(node):
             product(Editor(graph, ctx, node), node)
         else:
@@ -101,12 +107,19 @@ def over_sites(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane) -> None:
     flat = edit.reshape(rows, shape, [size])
     if not all(is_image(s) for s in lane.segments):
         raise Unsupported(node, f"it sums over {lane.segments}")
-    whole = any(lane.features(a) > 1 for a in reduced_dims(node, len(lane.dims))[0])
+    gone = [lane.row_dim(a) for a in reduced_dims(node, len(lane.dims))[0] if lane.features(a) > 1]
+    whole = bool(gone) and len(gone) == len(shape)
+    if gone and not whole:  # some of the features first
+        named = {"sum": "dim_IntList", "mean": "dim"}
+        target = getattr(getattr(aten, op_name(node)), named.get(op_name(node), "default"))
+        shape = [n for axis, n in enumerate(shape, 1) if axis not in gone]
+        size = prod(shape)
+        flat = edit.reshape(edit.emit(target, rows, gone), shape, [size])
     if op_name(node) in ("var", "std"):
         spread(edit, node, flat, lane, whole)
         return
-    if op_name(node) in ("amax", "amin"):
-        extreme(edit, node, flat, lane, whole)
+    if op_name(node) in ("amax", "amin", "logsumexp"):
+        extreme(edit, node, flat, lane, shape, whole)
         return
     norm, dtype = op_name(node) == "linalg_vector_norm", node.meta["val"].dtype
     narrow = norm and dtype in (torch.float16, torch.bfloat16)
@@ -162,16 +175,43 @@ def correction_of(node: fx.Node) -> float:
     return 1.0 if given is None else float(given)  # type: ignore[arg-type]
 
 
-def extreme(edit: Editor, node: fx.Node, flat: fx.Node, lane: Lane, whole: bool) -> None:
-    size = prod(lane.row_shape())
+def extreme(
+    edit: Editor, node: fx.Node, flat: fx.Node, lane: Lane, shape: list[int], whole: bool
+) -> None:
+    name, size = op_name(node), prod(shape)
     if whole:
-        joined = aten.amax.default if op_name(node) == "amax" else aten.amin.default
-        flat, size = edit.emit(joined, flat, [1], True), 1
+        flat, size = edit.emit(getattr(aten, name).default, flat, [1], True), 1
+    if name == "logsumexp":
+        found = log_sum(edit, flat, lane, size)
+        out = edit.emit(aten.to.dtype, found, node.meta["val"].dtype)
+    else:
+        rest, spans, others = whole_rows(edit, flat, lane, size)
+        out = edit.emit(ops.site_extreme, flat, rest, spans, others, name == "amax")
+    edit.replace_plain(edit.emit(aten.reshape.default, out, [-1, *node_shape(node)[1:]]))
+
+
+def whole_rows(edit: Editor, flat: fx.Node, lane: Lane, size: int) -> list[fx.Node]:
+    """Return the cached rows of the rest, and the spans of the rows and of the rest."""
     tap = edit.tap(flat, lane.segments, [size])
     rest = edit.input(f"rest_{tap}", Rest(tap, lane.segments))
-    spans, others = edit.spans(lane.segments), edit.rest_spans(lane.segments)
-    out = edit.emit(ops.site_extreme, flat, rest, spans, others, op_name(node) == "amax")
-    edit.replace_plain(edit.emit(aten.reshape.default, out, [-1, *node_shape(node)[1:]]))
+    return [rest, edit.spans(lane.segments), edit.rest_spans(lane.segments)]
+
+
+def log_sum(edit: Editor, flat: fx.Node, lane: Lane, size: int) -> fx.Node:
+    """Return the log-sum-exps over all sites of each request."""
+    return edit.emit(ops.site_logsumexp, flat, *whole_rows(edit, flat, lane, size))
+
+
+def softmax(edit: Editor, node: fx.Node) -> None:
+    """Emit a softmax over sites: the exponentials of what is left after the log-sum-exp."""
+    lane, dtype = need_lane(node), node.meta["val"].dtype
+    shape = lane.row_shape()
+    flat = edit.reshape(edit.rows(node.args[0]), shape, [prod(shape)])  # type: ignore[arg-type]
+    total = log_sum(edit, flat, lane, prod(shape))
+    each = edit.emit(aten.index_select.default, total, 0, edit.owner(lane.segments))
+    left = edit.emit(aten.sub.Tensor, flat, each)
+    found = left if op_name(node) == "log_softmax" else edit.emit(aten.exp.default, left)
+    edit.replace(edit.reshape(edit.emit(aten.to.dtype, found, dtype), [prod(shape)], shape))
 
 
 def product(edit: Editor, node: fx.Node) -> None:

@@ -178,6 +178,7 @@ RESAMPLINGS = {  # by operator: how it rounds or mixes
 }
 NORMS = frozenset({"layer_norm", "rms_norm"})
 SOFTMAXES = frozenset({"softmax", "_softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp"})
+SITE_SOFTMAXES = frozenset({"softmax", "_softmax", "log_softmax"})  # over all sites, too
 REDUCTIONS = frozenset(
     [
         "mean",
@@ -197,6 +198,7 @@ REDUCTIONS = frozenset(
         "logsumexp",
     ]
 )
+IN_TURN = frozenset({"mean", "sum", "amax", "amin", "logsumexp"})  # one axis after the other
 # what these reduce one number to is that number
 OF_ONE = ("mean", "sum", "amax", "amin", "prod", "logsumexp")
 
@@ -222,5 +224,5 @@ def reduced_dims(node: fx.Node, rank: int) -> tuple[list[int], bool]:
 def merges_sites(node: fx.Node) -> bool:
     """Return True if the reduction of all sites follows from those of two parts of them."""
     name = op_name(node)
-    merges = ("mean", "sum", "var", "std", "amax", "amin")
+    merges = ("mean", "sum", "var", "std", "amax", "amin", "logsumexp")
     return name in merges or name == "linalg_vector_norm" and argument(node, 1, "ord", 2) == 2

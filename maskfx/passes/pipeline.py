@@ -15,14 +15,18 @@ from maskfx.passes.canonicalize_einsum import canonicalize_einsum
 from maskfx.passes.canonicalize_joins import canonicalize_joins
 from maskfx.passes.canonicalize_narrows import canonicalize_narrows
 from maskfx.passes.canonicalize_norms import canonicalize_norms
+from maskfx.passes.canonicalize_pairs import canonicalize_pairs
 from maskfx.passes.canonicalize_permutes import canonicalize_permutes
 from maskfx.passes.canonicalize_pools import canonicalize_pools
 from maskfx.passes.canonicalize_repeats import canonicalize_repeats
+from maskfx.passes.canonicalize_rolls import canonicalize_rolls
 from maskfx.passes.canonicalize_selects import canonicalize_selects
 from maskfx.passes.canonicalize_sequences import canonicalize_sequences
 from maskfx.passes.canonicalize_shuffles import canonicalize_shuffles
 from maskfx.passes.canonicalize_sizes import canonicalize_sizes
 from maskfx.passes.canonicalize_slices import canonicalize_slices
+from maskfx.passes.canonicalize_softmax import canonicalize_softmax
+from maskfx.passes.canonicalize_weights import canonicalize_weights
 from maskfx.passes.canonicalize_writes import canonicalize_writes
 from maskfx.passes.context import PassContext
 from maskfx.passes.cut_keys import cut_keys
@@ -96,7 +100,11 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(canonicalize_shuffles, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_selects, needs=_facts(Fact.FLAT)),
     Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),
+    Pass(canonicalize_rolls, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
+    Pass(canonicalize_softmax, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
+    Pass(canonicalize_weights, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_attention, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
+    Pass(canonicalize_pairs, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_sizes, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_slices, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_writes, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),

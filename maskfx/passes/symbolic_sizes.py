@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
 
 import torch
 from torch.types import IntLikeType
 
+from maskfx.ir.grids import front_of, part_of
 from maskfx.ir.lanes import X, Y, int_hint
 from maskfx.ir.other_sizes import SizeExpr, assignments, valued
-from maskfx.ir.pyramid import Level
+from maskfx.ir.pyramid import Level, Shift
 from maskfx.passes.context import PassContext
 
+Pair = tuple[int | None, int | None]  # the values of two sizes
 Value = tuple[tuple[int, int], int | None]  # of a size, and the size of the picture
 
 
@@ -76,6 +78,65 @@ def constant_of(ctx: PassContext, size: object) -> int | None:
         return size if isinstance(size, int) else None
     values = {value for _, value in values_at(ctx, size)}
     return values.pop() if values == {int_hint(size)} else None
+
+
+def shift_of(ctx: PassContext, number: object, size: object) -> Shift | None:
+    """Return how far a roll along an axis of this size moves, whatever the size of the picture."""
+    constant = constant_of(ctx, number)
+    if constant is not None:
+        return constant, 0
+    if not isinstance(number, torch.SymInt) or not isinstance(size, torch.SymInt):
+        return None
+    for admitted in (False, True):
+        found = shift_at(number, size, pairs_at(ctx, number, size, admitted))
+        if found is not None:
+            return found
+    return None
+
+
+def shift_at(number: torch.SymInt, size: torch.SymInt, pairs: Sequence[Pair]) -> Shift | None:
+    """Return the shift that a number is at these values of the number and the size."""
+    hint = int_hint(number) % int_hint(size)
+    if not pairs or any(moved is None or not whole for moved, whole in pairs):
+        return None
+    ratio = int_hint(size) // max(abs(int_hint(number)), 1)
+    divisors = {*numbers_in(number), *numbers_in(size), ratio} - {0}
+    parts = [part for divisor in sorted(divisors) for part in (divisor, -divisor)]
+    shifts = [(hint, 0), (hint - int_hint(size), 0), *[(0, part) for part in parts]]
+    for shift, part in shifts:
+        if all((a - shift - part_of(b, part)) % b == 0 for a, b in pairs if a is not None and b):
+            return shift, part
+    return None
+
+
+def front_in(
+    ctx: PassContext,
+    number: object,
+    size: object,
+    level: Level,
+    i: int,
+    kinds: Iterable[int] = (2, -2, 1),
+) -> int | None:
+    """Return the `Level.fill_front` by which a level's size along axis `i` has this many in front.
+
+    `size`: that of the axis before it is filled up.
+    """
+    if not isinstance(number, torch.SymInt) or not isinstance(size, torch.SymInt):
+        return None
+    filled = [ctx.pyramid.size_at(level, base)[i] for base, _ in values_at(ctx, size)]
+    found = list(zip(pairs_at(ctx, number, size), filled, strict=True))
+    for kind in kinds:
+        if all(b is not None and a == front_of(full - b, kind) for (a, b), full in found):
+            return kind
+    return None
+
+
+def pairs_at(
+    ctx: PassContext, one: torch.SymInt, other: torch.SymInt, admitted: bool = False
+) -> list[Pair]:
+    """Return the values of two sizes at other sizes of the picture."""
+    pairs = zip(values_at(ctx, one, admitted), values_at(ctx, other, admitted), strict=True)
+    return [(a, b) for (_, a), (_, b) in pairs]
 
 
 def values_at(ctx: PassContext, size: torch.SymInt, admitted: bool = False) -> list[Value]:

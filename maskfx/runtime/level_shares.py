@@ -53,7 +53,7 @@ def flops_by_level(program: Program, sites: ActiveSites) -> tuple[ByLevel, ByLev
         for segment in rows:
             level = grid_level(segment)
             if level is not None:
-                kind = attention if node.target is ops.attend else plain
+                kind = attention if node.target in (ops.attend, ops.site_pair_sum) else plain
                 kind[without_region(pyramid, level)] += flops * sites.count(segment) / whole
     return plain, attention
 
@@ -66,8 +66,9 @@ def own_levels(pyramid: Pyramid) -> tuple[list[int], list[LevelShare]]:
         own = pyramid.levels[number]
         above = own.parent
         parent = None if above is None else numbers.index(without_region(pyramid, above))
-        geometry = (own.grow, own.divide, own.extra, own.times, own.offset, own.roll, own.fill)
-        shares.append(LevelShare(parent, *geometry))
+        names = [*("grow", "divide", "extra", "times", "offset"), *("roll", "fill")]
+        names += ["roll_part", "fill_front"]
+        shares.append(LevelShare(parent, **{name: getattr(own, name) for name in names}))
     return numbers, shares
 
 

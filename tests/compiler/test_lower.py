@@ -170,6 +170,26 @@ def test_attention_with_a_mask(pairwise: bool) -> None:
     )
 
 
+def test_attention_without_a_softmax() -> None:
+    compared(
+        ops.site_pair_sum,
+        {"q": value(0), "k": value(1), "v": value(2)}
+        | {"rest_k": Rest("t", IMAGE), "rest_v": Rest("u", IMAGE)}
+        | {"q_spans": Spans(IMAGE), "k_spans": Spans(IMAGE), "rest_spans": RestSpans(IMAGE)}
+        | {"steps": "mul 0.5, sub 1.0, sigmoid"},
+        {
+            **{value(n): draw(9, 2, 4, seed=n) for n in range(3)},
+            Rest("t", IMAGE): draw(6, 2, 4, seed=4),
+            Rest("u", IMAGE): draw(6, 2, 4, seed=5),
+        },
+    )
+    compared(
+        ops.pair_sum,
+        {"q": value(0), "k": value(1), "v": value(2), "steps": "elu 1.0, mul 0.1"},
+        {value(0): draw(9, 2, 3, 4), value(1): draw(9, 2, 5, 4), value(2): draw(9, 2, 5, 6)},
+    )
+
+
 @pytest.mark.parametrize("divide", [True, False])
 def test_sums_over_sites(divide: bool) -> None:
     rest = torch.cat([draw(3, 4), torch.tensor(REST)[:, None].float()], 1)
@@ -190,6 +210,7 @@ def test_products_over_sites() -> None:
     for largest in (True, False):
         rows = {"rows": value(0), "rest": value(1)}
         compared(ops.site_extreme, rows | spans | {"largest": largest}, flat)
+    compared(ops.site_logsumexp, rows | spans, flat)
     compared(
         ops.owner_product,
         {"rows": value(0), "matrices": value(1), "spans": Spans(IMAGE)},

@@ -2,11 +2,13 @@
 
 from tests.factories import (  # noqa: F401
     own_calls,
+    own_lines,
     own_mixtures,
     own_networks,
     own_resampling,
     own_transformers,
     own_unets,
+    own_weights,
     own_windows,
 )
 from tests.factories.own_denoisers import OWN, QUICK

@@ -150,7 +150,55 @@ class FarShifts(Block):
         return around[:, :, 2:-2, 2:-2] + F.pad(x[:, :, 1:-2, 3:], (3, 0, 1, 2))
 
 
-MOVED = ("swin", "swin-filled", "multiple", "padded-skip", "cut-skip", "far-rolls", "far-shifts")
+class HalfRolls(Block):
+    """Rolls by a part of the picture's size, written as rolls and as joins, and rolled back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.wide = conv(3, padding=1), conv(5, padding=2, groups=WIDTH)
+
+    def mix(self, x: Tensor) -> Tensor:
+        h, w = x.shape[2] // 2, x.shape[3] // 4
+        y = torch.cat([x[:, :, h:], x[:, :, :h]], 2)
+        y = self.conv(torch.cat([y[..., -w:], y[..., :-w]], 3)).roll((h, -w), (2, 3))
+        z = self.wide(torch.cat([x[:, :, 3:], x[:, :, :3]], 2))
+        return F.silu(y) + torch.cat([z[:, :, -3:], z[:, :, :-3]], 2)
+
+
+class HalfSwin(Swin):
+    """Windows of the picture shifted by half of its size."""
+
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        b, _, h, w = x.shape
+        side, shift = self.side, (h // 2, w // 2)
+        y = self.norm(x.permute(0, 2, 3, 1)) + self.time(emb)[:, None, None]
+        y = torch.roll(y, (-shift[0], -shift[1]), (1, 2))
+        y = self.attend(windows_of(y, side), None)
+        y = y.view(b, h // side, w // side, side, side, WIDTH).permute(0, 1, 3, 2, 4, 5)
+        return x + torch.roll(y.reshape(b, h, w, WIDTH), shift, (1, 2)).permute(0, 3, 1, 2)
+
+
+class Centred(Multiple):
+    """The picture is padded to a multiple of eight on all sides, and its middle is cut out."""
+
+    def __init__(self, mode: str, up: bool = False) -> None:
+        super().__init__(mode)
+        self.rounds_up = up
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        h, w = sample.shape[-2:]
+        more = -h % 8, -w % 8
+        top, left = ((n + self.rounds_up) // 2 for n in more)
+        x = F.pad(sample, (left, more[1] - left, top, more[0] - top), mode=self.mode)
+        x = self.first(x) + self.time(embed(timestep))[:, :, None, None]
+        x = x + self.up(F.silu(self.middle(F.silu(self.down(x)))))
+        return self.last(x)[:, :, top : top + h, left : left + w]
+
+
+MOVED = (
+    *("swin", "swin-filled", "multiple", "padded-skip", "cut-skip", "far-rolls", "far-shifts"),
+    *("half-rolls", "half-swin", "centred", "centred-up"),
+)
 
 own("swin", lambda: Picture(Swin(), Swin(shift=2)), sizes=FOURS)
 own("swin-filled", lambda: Picture(Swin(fills=True), Swin(shift=2, fills=True)), sizes=UNEVEN)
@@ -159,3 +207,7 @@ own("padded-skip", PaddedSkip, sizes=ODD_SIZES, quick=True)
 own("cut-skip", partial(PaddedSkip, cuts=True), sizes=ODD_SIZES)
 own("far-rolls", lambda: Picture(FarRolls()), sizes=UNEVEN, quick=True)
 own("far-shifts", lambda: Picture(FarShifts()), sizes=UNEVEN, quick=True)
+own("half-rolls", lambda: Picture(HalfRolls()), sizes=UNEVEN, quick=True)
+own("half-swin", lambda: Picture(HalfSwin()), sizes=FOURS)
+own("centred", partial(Centred, "reflect"), sizes=UNEVEN, quick=True)
+own("centred-up", partial(Centred, "constant", up=True), sizes=UNEVEN)

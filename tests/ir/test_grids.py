@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskfx.ir.grids import full_window, window_weights
-from maskfx.ir.pyramid import Window
+from maskfx.ir.grids import full_window, mask_at, window_weights
+from maskfx.ir.pyramid import Level, Pyramid, Window, added
 from maskfx.passes.narrow_resampling import places_of
 
 SIZES = [((8, 12), (16, 24)), ((9, 7), (4, 3)), ((6, 10), (6, 17)), ((12, 8), (5, 8))]
@@ -80,3 +80,58 @@ def test_means_count_places_as_torch_does(inside: bool) -> None:
     size = (wanted.shape[0], wanted.shape[1])
     found = (read(x, window, size) * weights(window, (7, 9), size)).sum(1)
     torch.testing.assert_close(found.view(size), wanted)
+
+
+# What moves by a part of the size.
+
+
+@pytest.mark.parametrize("size", [(8, 12), (9, 7)])
+@pytest.mark.parametrize("part", [(2, 0), (-2, 3), (0, -4)])
+def test_rolls_by_a_part_of_the_size(size: tuple[int, int], part: tuple[int, int]) -> None:
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    shifts = [p and (n // abs(p)) * (1 if p > 0 else -1) for n, p in zip(size, part, strict=True)]
+    wanted = torch.roll(x, [shifts[0] + 1, shifts[1]], (0, 1))
+    window = Window(0, 1, (1, 1), (1, 1), (1, 0), edge="circular", part=part)
+    assert torch.equal(read(x, window, size).view(size), wanted)
+    level = Level(0, roll=(1, 0), roll_part=part)
+    moved = mask_at((x > 0).numpy(), level, size)
+    assert torch.equal(torch.from_numpy(moved), wanted > 0)
+
+
+@pytest.mark.parametrize("size", [(8, 12), (9, 13), (11, 10)])
+@pytest.mark.parametrize("front", [(0, 1), (2, -2), (-2, 2)])
+def test_fills_up_around_the_picture(size: tuple[int, int], front: tuple[int, int]) -> None:
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    level = Level(0, fill=(4, 5), fill_front=front)
+    full, ends = level.size(size), list[int]()
+    for n, whole, kind in zip(size, full, front, strict=True):
+        more = whole - n
+        before = {0: 0, 1: more, 2: more // 2, -2: (more + 1) // 2}[kind]
+        ends = [before, more - before, *ends]
+    wanted = F.pad(x[None], ends, mode="constant")[0]
+    there = Window(0, 1, (1, 1), (1, 1), (0, 0), front=front)
+    assert torch.equal(read(x, there, full).view(full), wanted)
+    back = Window(1, 0, (1, 1), (1, 1), (0, 0), front=front)
+    assert torch.equal(read(wanted, back, size).view(size), x)
+    edge = F.pad((x > 0).float()[None, None], ends, mode="replicate")[0, 0]
+    found = mask_at((x > 0).numpy(), level, full)
+    assert torch.equal(torch.from_numpy(found), edge > 0)
+
+
+def test_runs_from_row_to_row() -> None:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    window = Window(0, 0, (1, 3), (1, 1), (0, 1), flat=True)
+    wanted = F.unfold(F.pad(x.view(1, 1, 1, 20), (1, 1)), (1, 3))[0].T
+    assert torch.equal(read(x, window, (4, 5)), wanted)
+
+
+def test_rolls_add_up_and_cancel() -> None:
+    assert added((3, 0), (-3, 2)) == (0, 2)
+    assert added((0, 2), (1, -2)) == (1, 0)
+    assert added((0, 2), (0, 3)) is None
+    pyramid = Pyramid(1, (8, 12))
+    there = pyramid.rolled(0, ((0, 2), (1, 0)))
+    assert pyramid.rolled(there, ((0, -2), (-1, 0))) == 0
+    again = pyramid.rolled(there, ((0, 2), (0, 0)))  # half of an odd size twice isn't all of it
+    assert pyramid.levels[again].parent == there
+    assert pyramid.rolled(again, ((0, -2), (0, 0))) == there

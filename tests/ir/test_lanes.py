@@ -273,13 +273,13 @@ def test_levels_are_kept_apart_by_their_sizes_for_other_pictures() -> None:
 
 def test_rolls_add_up() -> None:
     within = Pyramid(1, (16, 24))
-    first = within.rolled(0, (5, -3))
-    assert within.levels[within.rolled(first, (-2, 0))] == Level(parent=0, roll=(3, -3))
-    assert within.rolled(first, (-5, 3)) == 0
+    first = within.rolled(0, ((5, 0), (-3, 0)))
+    assert within.levels[within.rolled(first, ((-2, 0), (0, 0)))] == Level(parent=0, roll=(3, -3))
+    assert within.rolled(first, ((-5, 0), (3, 0))) == 0
     assert within.distance(first) == 8
     coarse = within.derive(Level(parent=first, divide=(4, 4)))
-    assert within.rolled_by(coarse) == (5, -3)
-    assert within.rolled_by(0) == (0, 0)
+    assert within.rolled_by(coarse) == ((5, 0), (-3, 0))
+    assert within.rolled_by(0) == ((0, 0), (0, 0))
 
 
 def test_a_pyramid_reuses_a_level_of_the_same_size() -> None:

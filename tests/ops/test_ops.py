@@ -474,6 +474,38 @@ def test_choose_keeps_what_was_chosen_where_sites_are_inactive() -> None:
     assert torch.equal(found[5:], kept[2:])
 
 
+@pytest.mark.parametrize("steps", ["", "sigmoid", "mul 0.5, sub 1.0, relu, pow 2.0, tanh"])
+def test_pair_sums_are_those_of_each_request(steps: str) -> None:
+    case = Case(QUERIES, KEYS, REST, torch.float64, depth=8, depth_v=5)
+    q, k, v, rest_k, rest_v, *spans = case.arguments()
+    found = ops.site_pair_sum(*case.arguments(), steps)
+    wanted = torch.zeros_like(found)
+    for i in range(4):
+        own, new, old = (index(table, i) for table in spans)
+        keys, values = (
+            torch.cat([x[new], y[old]]).transpose(0, 1) for x, y in ((k, rest_k), (v, rest_v))
+        )
+        scores = q[own].transpose(0, 1) @ keys.mT
+        if steps == "sigmoid":
+            scores = 1 / (1 + torch.exp(-scores))
+        elif steps:
+            scores = torch.tanh((scores / 2 - 1).clamp(min=0) ** 2)
+        wanted[own] = (scores @ values).transpose(0, 1)
+    assert torch.allclose(found, wanted, atol=1e-9)
+    alone = ops.pair_sum(q[None, :, 0], k[None, :, 0], v[None, :, 0], steps)
+    assert alone.shape == (1, len(q), 5)
+
+
+def test_a_log_sum_exp_holds_the_rest() -> None:
+    rows, rest = 50 * numbers(6, 4).float(), 50 * numbers(5, 4, seed=1).float()
+    spans, kept = spans_of([[2, 3], [1, 0]]), rest_spans_of([[2], [3]])
+    found = ops.site_logsumexp(rows.half(), rest.half(), spans, kept)
+    assert found.dtype == torch.float32
+    for i in (0, 1):
+        every = torch.cat([rows.half()[index(spans, i)], rest.half()[index(kept, i)]]).float()
+        assert torch.allclose(found[i], every.logsumexp(0))
+
+
 def test_chosen_lists_rows_expert_by_expert() -> None:
     choice = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
     rows, experts, ends = ops.chosen(choice, 1.5)
@@ -512,6 +544,9 @@ def samples() -> dict[Any, tuple[Any, ...]]:
         ops.attend: (*case.arguments(), None, 1, False, None),
         ops.site_mean: (rows, numbers(2, 5, seed=1).float().abs(), spans, True),
         ops.site_extreme: (rows, rows[:5] + 1, spans, rest_spans_of(rest), True),
+        ops.site_logsumexp: (rows, rows[:5] + 1, spans, rest_spans_of(rest)),
+        ops.pair_sum: (heads, heads + 1, heads - 1, "mul 0.5, sigmoid"),
+        ops.site_pair_sum: (*case.arguments(), "relu, pow 2.0"),
         ops.site_product: (heads, heads + 1, kept, kept + 1, spans, rest_spans_of(rest)),
         ops.owner_product: (heads, numbers(2, 2, 3, 5).float(), spans),
         ops.pick_tokens: (rows, torch.tensor([1, 0, 0, 3, 3, 2]), spans, spans),
@@ -569,7 +604,7 @@ def poisoned(op: Any) -> tuple[tuple[Any, ...], Tensor | None]:
         case ops.group_scale | ops.scale_shift | ops.site_mean:
             arguments[0][second] = nan
             arguments[1][1] = nan
-        case ops.attend:
+        case ops.attend | ops.site_pair_sum:
             for value in arguments[:3]:
                 value[second] = nan
             for value in arguments[3:5]:
@@ -579,7 +614,7 @@ def poisoned(op: Any) -> tuple[tuple[Any, ...], Tensor | None]:
                 value[second] = nan
             for value in arguments[2:4]:
                 value[2:] = nan
-        case ops.site_extreme:
+        case ops.site_extreme | ops.site_logsumexp:
             arguments[0][second] = nan
             arguments[1][2:] = nan
         case ops.owner_product:
@@ -591,11 +626,12 @@ def poisoned(op: Any) -> tuple[tuple[Any, ...], Tensor | None]:
             arguments[1][second] = nan
             arguments[2][2:] = nan
     by_row = op in (ops.scale_shift, ops.attend, ops.owner_product, ops.pick_tokens)
-    by_row = by_row or op is ops.add_low_rank
+    by_row = by_row or op in (ops.add_low_rank, ops.site_pair_sum)
     return arguments, torch.tensor(first if by_row else [0])
 
 
-OF_EXPERTS = (ops.choose, ops.chosen, ops.by_expert, ops.expert_product)  # no request's own rows
+# no request's own rows
+OF_EXPERTS = (ops.choose, ops.chosen, ops.by_expert, ops.expert_product, ops.pair_sum)
 
 
 @pytest.mark.parametrize("op", [op for op in ops.ALL if op not in OF_EXPERTS], ids=str)
@@ -679,6 +715,9 @@ def test_flops_of_products() -> None:
     arguments = samples()
     assert flops(ops.site_product, arguments[ops.site_product]) == 2 * (6 + 5) * 2 * 3 * 3
     assert flops(ops.owner_product, arguments[ops.owner_product]) == 2 * 6 * 2 * 3 * 5
+    assert flops(ops.pair_sum, arguments[ops.pair_sum]) == 6 * ops.attend_flops(2, 2, 1, 3, 3)
+    given = arguments[ops.site_pair_sum]
+    assert flops(ops.site_pair_sum, given) == flops(ops.attend, (*given[:-1], None, 1, False, None))
     assert flops(ops.expert_product, arguments[ops.expert_product]) == 2 * 6 * 4 * 5
     assert flops(ops.add_low_rank, arguments[ops.add_low_rank]) == 2 * (2 * 2 + 1 * 3 + 3 * 2) * (
         4 + 3

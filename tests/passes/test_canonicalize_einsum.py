@@ -85,5 +85,25 @@ def test_keeps_an_einsum_that_is_not_a_product(equation: str, weight: Tensor | N
     assert run.unchanged
 
 
+class Three(nn.Module):
+    """Three operands: linear attention with the inverse of its weights' sum."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        keys = sample.sigmoid().flatten(2)
+        context = torch.einsum("bdn,ben->bde", keys, keys)
+        total = 1 / torch.einsum("bdn,bd->bn", keys, keys.sum(-1))
+        mixed = torch.einsum("bdn,bde,bn->ben", keys, context, total)
+        return sample + mixed.unflatten(2, sample.shape[2:])
+
+
+def test_multiplies_three_operands_in_turn() -> None:
+    run = run_pass(canonicalize_einsum, shared(Three), picture)
+    assert (run.rewrites, run.after["einsum"]) == (3, 0)
+    assert run.gained("matmul") == 3
+    inputs = picture()
+    assert error(run.module(*inputs.values()), shared(Three)(**inputs)) < 1e-5
+    check_values(shared(Three), picture, oracle=False)  # the twin knows no einsum
+
+
 def test_second_run_rewrites_nothing() -> None:
     assert run_pass(canonicalize_einsum, shared(Unpatch), picture).second_run_is_idle()

@@ -49,6 +49,38 @@ def test_a_norm_over_sites_sums_squares(dtype: torch.dtype) -> None:
     check_values(module, picture, oracle=dtype == torch.float32)
 
 
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_softmax_over_sites_reads_the_rest(name: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        out: Tensor = getattr(5 * x.flatten(2), name)(-1)
+        return out[..., None, None] if name == "logsumexp" else out.view_as(x)
+
+    module = Reduces(function)
+    run = run_pass(narrow_reductions, module, picture)
+    assert run.rewrites == run.before[name] == run.gained("site_logsumexp") == 1
+    assert run.after[name] == 0
+    assert sum(isinstance(s, Rest) for s in run.ctx.interface.inputs.values()) == 1
+    check_values(module, picture, oracle=False)  # the twin knows none of them
+
+
+@pytest.mark.parametrize("name", ["mean", "sum", "amax", "amin", "logsumexp"])
+def test_reduces_some_features_first(name: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        out: Tensor = getattr(x.unflatten(1, (2, 2)), name)((1, 3, 4))
+        return out.repeat_interleave(2, 1)[..., None, None]
+
+    module = Reduces(function)
+    run = run_pass(narrow_reductions, module, picture)
+    assert run.rewrites == 1
+    check_values(module, picture, oracle=False)
+
+
+def test_keeps_a_variance_of_some_features_and_sites() -> None:
+    module = Reduces(lambda x: x.unflatten(1, (2, 2)).var((1, 3, 4)).repeat(1, 2)[..., None, None])
+    run = run_pass(narrow_reductions, module, picture)
+    assert "some of the features" in " ".join(run.ctx.dense.values())
+
+
 def test_keeps_other_norms_over_sites() -> None:
     module = Reduces(lambda x: torch.linalg.vector_norm(x, 1, dim=(2, 3), keepdim=True))
     run = run_pass(narrow_reductions, module, picture)

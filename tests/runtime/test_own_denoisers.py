@@ -5,10 +5,12 @@ Each case is compiled once and checked by one test, because compiling is the slo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import maskfx
@@ -16,12 +18,23 @@ from maskfx.compiler.compile import Compilation
 from maskfx.runtime.batch import flops
 from tests.factories.masks import MASKS, full
 from tests.factories.own_cases import OWN, QUICK
+from tests.factories.own_lines import LOCAL
 from tests.factories.own_windows import MOVED
 from tests.factories.zoo import Case, Size
 from tests.runtime.test_oracle import assert_kept_outside, assert_near, check_edits, relative_error
 
 KINDS = ("random", "one_site", "full", "empty")
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OWN]
+# a site changes all of its window, or sites that those it reaches in the end don't show
+REACHING = ("swin", "swin-filled", "half-swin", "far-rolls")
+
+
+def quick_first(names: Iterable[str]) -> list[Any]:
+    """The cases, those that aren't of the default run marked as slow."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+NAMES = quick_first(OWN)
+NEAR = quick_first(name for name in (*MOVED, *LOCAL) if name not in REACHING)
 
 
 def first_tensor(tree: Any) -> Tensor:
@@ -69,6 +82,26 @@ def share_of(compilation: Compilation, ratio: float) -> float:
     rows = flops.row_flops(compilation.program, sites, pyramid.batch)
     dense = flops.graph_flops(compilation.capture.module.graph)
     return sum(rows.values()) / sum(dense.values())
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_masks_move_with_the_sites(name: str) -> None:
+    """A changed site changes few others; an edit of these is what the module says of all sites."""
+    case, module = OWN[name], OWN[name].build()
+    denoiser = maskfx.compile(case.build())
+    for seed, size in enumerate(case.sizes):
+        inputs = case.inputs(size, seed)
+        before, kept = denoiser.record(**inputs)
+        for y, x in ((0, 0), (size.height // 2, size.width - 2)):
+            changed = {**inputs, "sample": inputs["sample"].clone()}
+            changed["sample"][:, :, y, x] += 3
+            after = module(**changed)
+            touched = (after - before).abs().amax((0, 1)) > 1e-6
+            touched[y, x] = True
+            mask = F.max_pool2d(touched[None].float(), 5, 1, 2)[0] > 0
+            got = denoiser.edit([maskfx.EditStep(changed, mask, kept, any_step=True)])[0]
+            assert relative_error(got - before, after - before) < 1e-4
+    assert all(one.program is not None for one in denoiser.compilations)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,8 +19,8 @@ class Level:
 
     With a region, a level has its parent's sites, of which others may be active. With a roll, it
     has its parent's sites moved down and to the right. `offset` is the site of the parent, counted
-    in its finer grid, at which the first site begins. With `fill`, sites are added at the far edges
-    up to a multiple.
+    in its finer grid, at which the first site begins. With `fill`, sites are added up to a
+    multiple. `roll_part` and `fill_front` are as in `maskfx.ir.pyramid.Level`.
     """
 
     parent: int | None
@@ -32,6 +32,8 @@ class Level:
     roll: Size = (0, 0)
     offset: Size = (0, 0)
     fill: Size = (1, 1)
+    roll_part: Size = (0, 0)
+    fill_front: Size = (0, 0)
 
     def size(self, parent: Size) -> Size:
         return level_size(self, parent)
@@ -52,6 +54,9 @@ class Window:
     inserted: Size = (1, 1)
     scale: tuple[float, ...] = ()
     counts: str = ""
+    part: Size = (0, 0)
+    front: Size = (0, 0)
+    flat: bool = False
 
     @property
     def weighted(self) -> bool:

@@ -35,7 +35,7 @@ from maskfx.passes.context import argument, node_value, nodes_at
 from maskfx.passes.lane_rules.marker import Marker, Rules, same_part
 from maskfx.passes.lane_rules.windows import axis_number, is_picture_axis, placed, reached
 from maskfx.passes.mark_stages import STEP, stage_of
-from maskfx.passes.symbolic_sizes import is_same_size, is_size_of
+from maskfx.passes.symbolic_sizes import front_in, is_same_size, is_size_of
 
 rule = Rules()
 
@@ -206,12 +206,14 @@ def site_slice(m: Marker, node: fx.Node, lane: Lane, axis: int) -> Lane:
     start, step = argument(node, 2, "start", 0) or 0, argument(node, 4, "step", 1)
     whole, size = (n.meta["val"].shape[axis] for n in (node.args[0], node))  # type: ignore[union-attr]
     i, level = axis_number(lane, axis), lane.dims[axis][0].level  # type: ignore[union-attr]
-    if not isinstance(start, int) or start < 0:
+    if isinstance(start, int) and start < 0:
         raise NotLaned(f"it cuts dimension {axis} of {lane} at {start}")
     if isinstance(whole, torch.SymInt) and not isinstance(size, torch.SymInt):
         raise NotLaned(f"it keeps {size} of dimension {axis} of {lane}")
     at = placed(m.ctx.pyramid.hints[level], i, int_hint(size))
     found = kept_level(m, node, lane, axis, start) if step == 1 else None
+    if found is None and not isinstance(start, int):
+        raise NotLaned(f"it cuts dimension {axis} of {lane} at {start}")
     if found is None:
         cut = cut_off(hinted(argument(node, 3, "end")), whole)
         if cut is None:
@@ -222,7 +224,7 @@ def site_slice(m: Marker, node: fx.Node, lane: Lane, axis: int) -> Lane:
     return at_level(lane, found)
 
 
-def kept_level(m: Marker, node: fx.Node, lane: Lane, axis: int, start: int) -> int | None:
+def kept_level(m: Marker, node: fx.Node, lane: Lane, axis: int, start: Any) -> int | None:
     """Return the known level that a slice keeps, such as the one before a padding; or None."""
     i, level = axis_number(lane, axis), lane.dims[axis][0].level  # type: ignore[union-attr]
     whole, size = (n.meta["val"].shape[axis] for n in (node.args[0], node))  # type: ignore[union-attr]
@@ -232,10 +234,17 @@ def kept_level(m: Marker, node: fx.Node, lane: Lane, axis: int, start: int) -> i
         grow=placed(own.grow, i, 0),
         offset=placed(own.offset, i, 0),
         fill=placed(own.fill, i, 1),
+        fill_front=placed(own.fill_front, i, 0),
     )
-    filled = own.parent is not None and own.fill[i] > 1 and start == -own.offset[i]
-    if filled and is_size_of(m.ctx, size, before, (i,)):
+    filled = own.parent is not None and own.fill[i] > 1
+    front = own.fill_front[i]
+    begins = start == -own.offset[i]
+    if front:
+        begins = front_in(m.ctx, hinted(start), size, own, i, (front,)) is not None
+    if filled and begins and is_size_of(m.ctx, size, before, (i,)):
         return own.parent if before == Level(own.parent) else m.ctx.pyramid.derive(before)
+    if not isinstance(start, int):
+        return None
     if start == 0 and is_same_size(m.ctx, whole, size, admitted=True):
         return level
     left = whole - size

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import Batch, Feature, Lane, NotLaned, node_shape
-from maskfx.passes.context import argument, node_value
-from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant
-from maskfx.passes.operators import NORMS, POINTWISE, SOFTMAXES
+from maskfx.ir.lanes import Batch, Feature, Lane, NotLaned, is_image, node_shape
+from maskfx.passes.context import argument, op_name
+from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant, same_part
+from maskfx.passes.operators import NORMS, POINTWISE, SITE_SOFTMAXES, SOFTMAXES
 
 rule = Rules()
 
@@ -30,22 +30,6 @@ def linear(m: Marker, node: fx.Node) -> Lane:
     return Lane((*lane.dims[:-1], (Feature(size),) if size != 1 else ()))
 
 
-@rule("conv1d")
-def conv1d(m: Marker, node: fx.Node) -> Lane:
-    """Multiply the features of each token; wider kernels along tokens aren't narrowed."""
-    lane, weight = m.need(node.args[0]), node_value(node.args[1])  # type: ignore[arg-type]
-    need_constant(m, node.args[1:3])
-    if (found := m.of_samples(node, lane)) is not None:
-        return found
-    stride, padding = argument(node, 3, "stride", 1), argument(node, 4, "padding", 0)
-    plain = stride in (1, [1]) and padding in (0, [0], "valid", "same")
-    alone = weight.shape[2] == 1 and plain and argument(node, 6, "groups", 1) == 1
-    if not alone or len(lane.dims) != 3 or not lane.is_feature_dim(1):
-        raise NotLaned(f"it convolves along {lane.dims[-1]} of {lane}")
-    size = node_shape(node)[1]
-    return Lane((lane.dims[0], (Feature(size),) if size != 1 else (), lane.dims[2]))
-
-
 @rule("embedding")
 def embedding(m: Marker, node: fx.Node) -> Lane:
     need_constant(m, node.args[:1])
@@ -65,9 +49,12 @@ def feature_norm(m: Marker, node: fx.Node) -> Lane:
 
 @rule(*SOFTMAXES)
 def softmax(m: Marker, node: fx.Node) -> Lane:
-    lane = m.need(node.args[0])
-    if not lane.is_feature_dim(argument(node, 1, "dim")):
+    lane, axis = m.need(node.args[0]), argument(node, 1, "dim")
+    over_sites = op_name(node) in SITE_SOFTMAXES and same_part(lane.dims[axis], lane)
+    if not lane.is_feature_dim(axis) and not over_sites:
         raise NotLaned(f"it runs along a site axis of {lane}")
+    if over_sites and not all(map(is_image, lane.segments)):
+        raise NotLaned(f"it runs along {lane.segments}")
     return lane
 
 

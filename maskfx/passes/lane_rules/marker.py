@@ -313,7 +313,7 @@ class Marker:
         ]
         tensors.sort(key=lambda n: (-stage_of(n), op_name(n) in REPEATS, lane_of(n) is None))
         dims: list[Dim] = [() for _ in out]
-        level = None if to is None else level_to_meet(self.ctx.pyramid, tensors, to)
+        level = None if to is None else level_to_meet(self.ctx, tensors, to)
         for node in tensors:
             shape = shape_hint(node_value(node))
             offset = len(out) - len(shape)

@@ -18,14 +18,14 @@ from maskfx.ir.lanes import (
     merged,
     same_dim,
 )
-from maskfx.passes.context import argument
+from maskfx.passes.context import argument, op_name
 from maskfx.passes.lane_rules.marker import (
     Marker,
     Rules,
     need_constant,
     same_part,
 )
-from maskfx.passes.operators import REDUCTIONS, merges_sites, reduced_dims
+from maskfx.passes.operators import IN_TURN, REDUCTIONS, merges_sites, reduced_dims
 
 rule = Rules()
 
@@ -43,7 +43,8 @@ def reduction(m: Marker, node: fx.Node) -> Lane:
         if len(sites) != len(everything) or not merges_sites(node):
             raise NotLaned(f"it reduces a site axis of {lane}")
         kept = [a for i, d in enumerate(lane.dims) if i not in axes for a in d]
-        if any(isinstance(a, Feature) for a in gone) and any(isinstance(a, Feature) for a in kept):
+        some = any(isinstance(a, Feature) for a in gone)
+        if some and any(isinstance(a, Feature) for a in kept) and op_name(node) not in IN_TURN:
             raise NotLaned(f"it reduces sites and some of the features of {lane} at once")
     if keep:
         return Lane(tuple(() if i in axes else d for i, d in enumerate(lane.dims)))
@@ -70,6 +71,18 @@ def attention(m: Marker, node: fx.Node) -> Lane:
             return read_by_few(m, node, q, k, v)
         else:
             check_sites(m, q, k, v)
+    return Lane((*q.dims[:-1], v.dims[-1]))
+
+
+@rule("pair_sum")
+def pair_sum(m: Marker, node: fx.Node) -> Lane:
+    q, k, v = (m.need(n) for n in node.args[:3])
+    if not all(lane.is_feature_dim(-1) for lane in (q, k, v)):
+        raise NotLaned(f"it multiplies queries {q}, keys {k} and values {v}")
+    if any(isinstance(a, Batch) for lane in (q, k, v) for d in lane.dims[-2:] for a in d):
+        raise NotLaned(f"it attends from one request to another: {q}")
+    if (q.has_sites or k.has_sites) and not is_within_rows(q, k, v):
+        check_sites(m, q, k, v)
     return Lane((*q.dims[:-1], v.dims[-1]))
 
 

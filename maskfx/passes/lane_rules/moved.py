@@ -8,16 +8,18 @@ from typing import Any
 from torch import fx
 
 from maskfx.ir.lanes import Lane, X, Y, lane_of
-from maskfx.ir.pyramid import Pyramid, is_near
-from maskfx.passes.context import argument, op_name
+from maskfx.ir.pyramid import NO_SHIFT, Pyramid, Shift, added, is_near
+from maskfx.passes.context import PassContext, argument, op_name
 from maskfx.passes.mark_stages import STEP, stage_of
+from maskfx.passes.symbolic_sizes import shift_of
 
 
-def level_to_meet(pyramid: Pyramid, nodes: Sequence[fx.Node], node: fx.Node) -> int | None:
+def level_to_meet(ctx: PassContext, nodes: Sequence[fx.Node], node: fx.Node) -> int | None:
     """Return the level of the result of pictures that lie apart; None if they don't.
 
     It is the one that is moved least, or whose sites are rolled back after `node`.
     """
+    pyramid = ctx.pyramid
     lanes = [lane_of(n) for n in nodes if stage_of(n) == STEP]
     levels = sorted({level for lane in lanes if lane and (level := whole_level(lane)) is not None})
     if len(levels) < 2 or any(pyramid.levels[n].region for n in levels):
@@ -29,7 +31,7 @@ def level_to_meet(pyramid: Pyramid, nodes: Sequence[fx.Node], node: fx.Node) -> 
             return None
     for level in levels:
         rolled = pyramid.rolled_by(level)
-        if rolled != (0, 0) and is_rolled_back(node, rolled):
+        if any(s != NO_SHIFT for s in rolled) and is_rolled_back(ctx, node, rolled):
             return level
     return min(levels, key=pyramid.distance)
 
@@ -43,7 +45,7 @@ def results_elsewhere(pyramid: Pyramid, output: fx.Node) -> Iterator[fx.Node]:
             continue
         first, own = (pyramid.place(pyramid.levels[n]) for n in (0, level))
         moved = pyramid.hints[level] == pyramid.hints[0] and not is_near(first, own)
-        if moved or pyramid.rolled_by(level) != (0, 0):
+        if moved or any(s != NO_SHIFT for s in pyramid.rolled_by(level)):
             yield node
 
 
@@ -56,22 +58,32 @@ def whole_level(lane: Lane) -> int | None:
     return found[Y][0] if len(found[Y]) == 1 and found[Y] == found[X] else None
 
 
-def is_rolled_back(node: fx.Node, shifts: tuple[int, int]) -> bool:
+def is_rolled_back(ctx: PassContext, node: fx.Node, shifts: tuple[Shift, Shift]) -> bool:
     """Return True if rolls that follow each other after `node` move sites back together."""
-    wanted = sorted(-s for s in shifts if s)
+    wanted = sorted((-number, -part) for number, part in shifts if number or part)
     for start in rolls_after(node):
-        total: dict[int, int] = {}
+        total: dict[int, Shift] = {}
         user: fx.Node | None = start
         while user is not None and op_name(user) == "roll":
-            for number, dim in zip(*map(listed, roll_arguments(user)), strict=False):
-                if not isinstance(number, int):
+            for axis, shift in shifts_by_axis(ctx, user):
+                moved = None if shift is None else added(total.get(axis, NO_SHIFT), shift)
+                if moved is None:
                     return False
-                axis = dim % user.meta["val"].dim()
-                total[axis] = total.get(axis, 0) + number
-            if sorted(n for n in total.values() if n) == wanted:
+                total[axis] = moved
+            if sorted(s for s in total.values() if s != NO_SHIFT) == wanted:
                 return True
             user = next(iter(user.users), None)
     return False
+
+
+def shifts_by_axis(ctx: PassContext, node: fx.Node) -> Iterator[tuple[int, Shift | None]]:
+    """Yield the axes that a roll moves, and how far; None if that is no part of their size."""
+    shape = node.meta["val"].shape
+    numbers, dims = argument(node, 1, "shifts"), argument(node, 2, "dims", [])
+    for number, dim in zip(listed(numbers), listed(dims), strict=False):
+        axis = dim % len(shape)
+        moved = number.meta["val"] if isinstance(number, fx.Node) else number
+        yield axis, shift_of(ctx, moved, shape[axis])
 
 
 def rolls_after(node: fx.Node) -> Iterator[fx.Node]:
@@ -85,10 +97,6 @@ def rolls_after(node: fx.Node) -> Iterator[fx.Node]:
         if op_name(user) == "roll":
             yield user
         stack.extend(user.users)
-
-
-def roll_arguments(node: fx.Node) -> tuple[object, object]:
-    return argument(node, 1, "shifts"), argument(node, 2, "dims", [])
 
 
 def listed(value: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from maskfx.ir.lanes import (
     lane_of,
     node_shape,
 )
-from maskfx.ir.pyramid import Level, is_near
-from maskfx.passes.context import argument, op_name
+from maskfx.ir.pyramid import NO_SHIFT, Level, Shift, added, is_near
+from maskfx.passes.context import PassContext, argument, op_name
 from maskfx.passes.geometry import (
     Geometry,
     ends_of,
@@ -33,11 +34,12 @@ from maskfx.passes.geometry import (
     window_geometry,
 )
 from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant
-from maskfx.passes.lane_rules.moved import is_rolled_back, listed
+from maskfx.passes.lane_rules.moved import is_rolled_back, listed, shifts_by_axis
 from maskfx.passes.operators import CONVOLUTIONS, PADS, RESAMPLINGS
-from maskfx.passes.symbolic_sizes import is_size_of, numbers_in
+from maskfx.passes.symbolic_sizes import front_in, is_same_size, is_size_of, numbers_in
 
 rule = Rules()
+Ends = tuple[object, object]  # what a padding adds before and after an axis: numbers or symbols
 NEAR = 1  # the most sites by which a roll may move a picture whose mask stays
 
 
@@ -55,6 +57,38 @@ def window(m: Marker, node: fx.Node) -> Lane:
         batch = geometry.lane.dims[0]
         return Lane((batch, (Feature(node_shape(node)[1]),), (Y(level), X(level))))
     return resized(m, node, geometry.lane, level)
+
+
+@rule("conv1d")
+def conv1d(m: Marker, node: fx.Node) -> Lane:
+    """Convolve along an axis of the picture, along its sites row by row, or each token alone."""
+    need_constant(m, node.args[1:3])
+    source: Any = node.args[0]
+    plain = lane_of(source)
+    if plain is not None and (found := m.of_samples(node, plain)) is not None:
+        return found
+    geometry, out = window_geometry(node, m.need), node_shape(node)
+    lane, size = geometry.lane, out[1]
+    alone = geometry.pointwise and geometry.groups == 1
+    if len(lane.dims) != 3 or not lane.is_feature_dim(1) or lane.features(0) != 1 and not alone:
+        raise NotLaned(f"it convolves {lane}")
+    channels: Dim = (Feature(size),) if size != 1 else ()
+    if geometry.pointwise:
+        return Lane((lane.dims[0], channels, lane.dims[2]))
+    kinds = [type(atom) for atom in lane.dims[2]]
+    if lane.is_half or kinds not in ([X], [Y], [Y, X]):
+        raise NotLaned(f"it convolves along {Lane(lane.dims[2:])} of {lane}")
+    level = next(atom.level for atom in lane.dims[2])  # type: ignore[union-attr]
+    if geometry.flat:
+        whole, after = (n.meta["val"].shape[2] for n in (geometry.source, node))
+        if not is_same_size(m.ctx, whole, after):
+            raise NotLaned(f"it convolves {whole} sites, row after row, to {after}")
+    else:
+        level = m.ctx.pyramid.derive(geometry.level(level))
+    found = at_level(Lane((lane.dims[0], channels, lane.dims[2])), level)
+    if out[2] != prod(m.ctx.pyramid.size(atom) for atom in found.dims[2]):
+        raise NotLaned(f"its output {out} fits no level")
+    return found
 
 
 def level_after(m: Marker, geometry: Geometry) -> int:
@@ -135,16 +169,16 @@ def scaled(source: int, have: tuple[int, int], size: tuple[int, int]) -> Level:
 @rule(*PADS)
 def pad(m: Marker, node: fx.Node) -> Lane:
     lane, out, ends = m.need(node.args[0]), node_shape(node), ends_of(m.ctx, node)
-    dims, sites = list(lane.dims), dict[int, tuple[int | None, int | None]]()
+    dims, sites = list(lane.dims), dict[int, Ends]()
     for i in range(len(ends) // 2):
         axis, own = len(dims) - 1 - i, (ends[2 * i], ends[2 * i + 1])
-        if own == (0, 0):
+        if all(isinstance(end, int) and end == 0 for end in own):  # symbols of value zero count
             continue
         if is_picture_axis(lane, axis):
             sites[axis] = own
         elif not lane.is_feature_dim(axis):
             raise NotLaned(f"it pads a site axis of {lane}")
-        elif None in own:
+        elif not isinstance(own[0], int) or not isinstance(own[1], int):
             raise NotLaned("its padding depends on the size of the picture")
         else:
             dims[axis] = (Feature(out[axis]),)
@@ -155,22 +189,21 @@ def pad(m: Marker, node: fx.Node) -> Lane:
     return at_level(lane, padded_level(m, node, lane, sites))
 
 
-def padded_level(
-    m: Marker, node: fx.Node, lane: Lane, sites: dict[int, tuple[int | None, int | None]]
-) -> int:
+def padded_level(m: Marker, node: fx.Node, lane: Lane, sites: dict[int, Ends]) -> int:
     """Return the level of a padded picture, perhaps up to a multiple; `sites`: ends by axis."""
     source = next(a.level for a in lane.atoms() if isinstance(a, Y))
     level = Level(parent=source)
     for axis, (before, after) in sites.items():
         i = axis_number(lane, axis)
-        if before is None:
-            raise NotLaned("its padding before the picture depends on the size of the picture")
+        if not isinstance(before, int):
+            level = filled_around(m, level, i, before, node, axis)
+            continue
         level = replace(
             level,
-            grow=placed(level.grow, i, before + (after or 0)),
+            grow=placed(level.grow, i, before + (after if isinstance(after, int) else 0)),
             offset=placed(level.offset, i, -before),
         )
-        if after is None:
+        if not isinstance(after, int):
             filled = filled_up(m, level, i, node.meta["val"].shape[axis])
             if filled is None:
                 found = reached(m, node, lane, level)
@@ -185,6 +218,18 @@ def padded_level(
         if m.ctx.pyramid.hints[found][axis_number(lane, axis)] != node_shape(node)[axis]:
             raise NotLaned(f"its output {node_shape(node)} fits no level")
     return found
+
+
+def filled_around(
+    m: Marker, level: Level, i: int, before: object, node: fx.Node, axis: int
+) -> Level:
+    """Return the level filled up along an axis to a multiple, with sites before the picture too."""
+    whole, size = (n.meta["val"].shape[axis] for n in (node.args[0], node))  # type: ignore[union-attr]
+    filled = filled_up(m, level, i, size)
+    front = None if filled is None else front_in(m.ctx, before, whole, filled, i)
+    if filled is None or front is None:
+        raise NotLaned("its padding before the picture depends on the size of the picture")
+    return replace(filled, fill_front=placed(filled.fill_front, i, front))
 
 
 def filled_up(m: Marker, level: Level, i: int, size: torch.SymInt) -> Level | None:
@@ -232,14 +277,14 @@ def placed(pair: tuple[int, int], i: int, number: int) -> tuple[int, int]:
 def roll(m: Marker, node: fx.Node) -> Lane:
     """Move sites to a level of their own; by one site, if they aren't moved back, read others."""
     lane = m.need(node.args[0])
-    shifts = site_shifts(node, lane)
+    shifts = site_shifts(m.ctx, node, lane)
     if shifts is None:
         return lane
     source = next(a.level for a in lane.atoms() if isinstance(a, Y))
     level = m.ctx.pyramid.rolled(source, shifts)
-    own = m.ctx.pyramid.moved_from(source) == source and m.ctx.pyramid.levels[source].roll != (0, 0)
-    near = max(map(abs, shifts)) <= NEAR and not own
-    return lane if near and not is_rolled_back(node, shifts) else at_level(lane, level)
+    near = all(abs(number) <= NEAR and not part for number, part in shifts)
+    near = near and not m.ctx.pyramid.levels[source].rolls
+    return lane if near and not is_rolled_back(m.ctx, node, shifts) else at_level(lane, level)
 
 
 @rule("flip")
@@ -250,19 +295,19 @@ def flip(m: Marker, node: fx.Node) -> Lane:
     return lane
 
 
-def site_shifts(node: fx.Node, lane: Lane) -> tuple[int, int] | None:
+def site_shifts(ctx: PassContext, node: fx.Node, lane: Lane) -> tuple[Shift, Shift] | None:
     """Return how far a roll moves rows and columns; None if it moves features only."""
-    shifts, dims = argument(node, 1, "shifts"), argument(node, 2, "dims", [])
-    pairs = zip(listed(shifts), listed(dims), strict=False)
-    found: dict[int, Any] = {}
-    for number, dim in pairs:
-        axis = dim % len(lane.dims)
-        found[axis] = found.get(axis, 0) + number if isinstance(number, int) else number
-    if not found or any(not isinstance(s, int) for s in found.values()):
-        raise NotLaned("it rolls by a number that depends on the picture")
+    found: dict[int, Shift] = {}
+    for axis, shift in shifts_by_axis(ctx, node):
+        total = None if shift is None else added(found.get(axis, NO_SHIFT), shift)
+        if total is None:
+            raise NotLaned("it rolls by a number that is no fixed part of the picture's size")
+        found[axis] = total
+    if not found:
+        raise NotLaned("it rolls all axes as one")
     if all(lane.is_feature_dim(d) for d in found):
         return None
     moved = {type(a): found[d] for d in found for a in lane.dims[d] if len(lane.dims[d]) == 1}
     if len(moved) != len(found) or not set(moved) <= {Y, X} or lane.is_half:
         raise NotLaned(f"it rolls {lane}")
-    return moved.get(Y, 0), moved.get(X, 0)
+    return moved.get(Y, NO_SHIFT), moved.get(X, NO_SHIFT)

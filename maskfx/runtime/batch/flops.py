@@ -61,7 +61,10 @@ from maskfx.runtime.sites.mask import Mask
 RowSet = tuple[str, ...]
 
 # one result per request
-SUMS = (ops.group_scale, ops.site_extreme, ops.site_mean, ops.site_product)
+SUMS = (
+    *(ops.group_scale, ops.site_extreme, ops.site_logsumexp, ops.site_mean),
+    ops.site_product,
+)
 
 PRODUCTS = frozenset(
     {
@@ -71,6 +74,7 @@ PRODUCTS = frozenset(
         *(f"conv_transpose{n}d" for n in (1, 2, 3)),
         "_grouped_mm",
         "scaled_dot_product_attention",
+        "pair_sum",
     }
 )
 

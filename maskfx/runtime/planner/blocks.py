@@ -56,7 +56,7 @@ def find_blocks(program: Program, sites: ActiveSites) -> list[GraphBlock]:
             block.names += loaded
         if node in counted:
             rows, flops = counted[node]
-            each = blocks[-1].flops[node.target is ops.attend]
+            each = blocks[-1].flops[node.target in (ops.attend, ops.site_pair_sum)]
             each[rows] = each.get(rows, 0.0) + flops / max(count_of(sites, rows), 1)
     return blocks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Hashable, MutableMapping
 from functools import cached_property
 
 import numpy as np
@@ -26,7 +26,7 @@ class Mask:
         self.sites = sites.detach().cpu().clone(memory_format=torch.contiguous_format)
         self.flags: NDArray[np.bool_] = self.sites.numpy().reshape(-1)
         self._bytes: bytes | None = None
-        self._levels: dict[tuple[Size, Size, Size, Size, Size], Mask] = {}
+        self._levels: dict[Hashable, Mask] = {}
 
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, Mask):
@@ -89,7 +89,8 @@ class Mask:
             level: The derived level.
             size: Its height and width.
         """
-        key = level.times, level.divide, level.offset, level.roll, size
+        moves = level.offset, level.roll, level.roll_part, level.fill_front
+        key = level.times, level.divide, moves, size
         if key not in self._levels:
             self._levels[key] = Mask(torch.from_numpy(mask_at(self.sites.numpy(), level, size)))
         return self._levels[key]
