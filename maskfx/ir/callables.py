@@ -80,7 +80,7 @@ def code_digest(code: CodeType) -> str:
 def tensor_digest(value: Tensor) -> str:
     if value.is_meta:
         return f"{value.dtype} {tuple(value.shape)}"
-    content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
 
 
