@@ -19,7 +19,8 @@ def settings_of(module: nn.Module) -> str:
 
     Callables of its parts that aren't modules, such as attention processors, hold some too, and the
     hooks of its parts are functions that a graph contains. The code that computes the module has
-    all of them as constants, so a captured graph is valid for these values only.
+    all of them as constants, so a captured graph is valid for these values only. The module's own
+    hooks aren't among them: they act on its calls.
     """
     found = hashlib.sha256()
     for name, part in module.named_modules():
@@ -30,7 +31,7 @@ def settings_of(module: nn.Module) -> str:
             if not key.startswith("_") and is_called(value):
                 for line in (f"{key}:", *lines_of(value), *state_of(value)):
                     found.update(line.encode())
-        for hooks in hooks_of(part):
+        for hooks in hooks_of(part) if name else ():
             for line in (line for hook in hooks.values() for line in lines_of(hook)):
                 found.update(f"hook {line}".encode())
     return found.hexdigest()
@@ -75,7 +76,7 @@ class SeenValues:
         other = [slot for slot in slots if not is_plain(slot[0][slot[1]])]
         self._plain, self._other = columns(plain), columns(other)
         self._sizes = list(map(len, self._places))
-        self._hooks = [hooks for part in self._parts for hooks in hooks_of(part)]
+        self._hooks = [hooks for part in self._parts[1:] for hooks in hooks_of(part)]
         self._hooked = list(self._hooking())
         self._values = copy.deepcopy(list(map(dict.get, *self._plain)))
         self._types = list(map(type, self._values))  # 1 equals True
@@ -116,7 +117,9 @@ def is_read(key: str, value: object) -> bool:
     return not key.startswith("_") or (not key.startswith("__") and (empty or is_switch(value)))
 
 
-def columns(slots: list[tuple[dict[str, Any], str]]) -> tuple[list[dict[str, Any]], list[str]]:
+def columns(
+    slots: list[tuple[dict[str, object], str]],
+) -> tuple[list[dict[str, object]], list[str]]:
     return [part for part, _ in slots], [key for _, key in slots]
 
 
@@ -141,7 +144,7 @@ class Switches:
         """Return True if one has another value than at first."""
         return self._now() != self._known
 
-    def _now(self) -> list[Any]:
+    def _now(self) -> list[object]:
         return list(map(dict.get, self._parts, self._keys))
 
     @contextmanager

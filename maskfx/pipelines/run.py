@@ -49,6 +49,7 @@ from maskfx.pipelines.late_results import LateResults
 from maskfx.pipelines.late_rows import LateRows
 from maskfx.pipelines.lora import CallAdapters, suspended
 from maskfx.pipelines.masks import Box
+from maskfx.pipelines.pipeline import StepOutput
 from maskfx.pipelines.schedule import RunSchedule, latents_of, steps_of, with_latents
 from maskfx.pipelines.stand_in import is_hooked
 from maskfx.pipelines.waiting import Wait, wait_uninterrupted
@@ -61,7 +62,7 @@ from maskfx.runtime.sites.mask import Mask, MaskCache
 from maskfx.runtime.step_kinds import StepKind
 
 Execute = Callable[[list["DenoiserCall"]], None]
-Shapes = dict[tuple[str, ShapeKey], Any]  # denoiser and inputs -> shapes of the result
+Shapes = dict[tuple[str, ShapeKey], object]  # denoiser and inputs -> shapes of the result
 
 
 @dataclass(eq=False)
@@ -280,11 +281,13 @@ class PipelineRun:
         """Whether outputs of earlier steps are used, so that changes of the function matter."""
         return self.handler.selection.skips or bool(self.late or self.rows)
 
-    def _guess(self, call: DenoiserCall) -> Any:
+    def _guess(self, call: DenoiserCall) -> object:
         """Return the result of a call that isn't computed; None if it must be."""
         held = None if self.late is None else self.late.held(call)
-        if held is not None and (shapes := self.shapes.get((call.name, held.shape))) is not None:
-            return deferred_like(shapes, device_of(call.inputs), self.ledger, held)
+        if held is not None and held.shape is not None:
+            shapes = self.shapes.get((call.name, held.shape))
+            if shapes is not None:
+                return deferred_like(shapes, device_of(call.inputs), self.ledger, held)
         self.ledger.settle()  # the forecast needs the outputs before
         return self.forecasts.at(key_of(call), call.times, call.inputs)
 
@@ -338,7 +341,7 @@ class PipelineRun:
             self._counts.clear()
         self._times = now
 
-    def after_step(self, result: object) -> object:
+    def after_step(self, result: StepOutput) -> StepOutput:
         """End a step of the scheduler; return its result with the latents the handler changed."""
         self._begin()
         latents = latents_of(result)

@@ -2,7 +2,8 @@
 
 The module is otherwise unchanged, including class, weights, config and hooks; outside of a run it
 computes as before. Several pipelines may share a module: it has one stand-in until the last of them
-removes it.
+removes it. The module's own hooks act when the pipeline calls it, not again when the call is
+computed. Copies and pickles of the module have no stand-ins.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from typing import Any, Protocol, get_args, get_type_hints
 
 from torch import nn
 
-from maskfx.ir.callables import hooks_of
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.runtime.offload import whole_hook
 
 STEP_ARGUMENT = re.compile(r"timestep\w*|t")  # arguments of denoisers only
+HOOKED_CALL = "_call_impl"  # what PyTorch calls: the hooks, and `forward` between them
+STATE = "__getstate__"  # what copies and pickles are made from
 
 
 class CallReceiver(Protocol):
@@ -44,6 +46,7 @@ class CallReceiver(Protocol):
 
 
 CURRENT: ContextVar[CallReceiver | None] = ContextVar("maskfx run", default=None)
+COMPUTED: ContextVar[frozenset[nn.Module]] = ContextVar("maskfx computed", default=frozenset())
 
 
 @contextmanager
@@ -54,6 +57,17 @@ def running(caller: CallReceiver | None) -> Iterator[None]:
         yield
     finally:
         CURRENT.reset(token)
+
+
+@contextmanager
+def computing(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Compute calls of these modules within the context; their own hooks have acted before."""
+    token = COMPUTED.set(frozenset(modules))
+    try:
+        with running(None):
+            yield
+    finally:
+        COMPUTED.reset(token)
 
 
 def find_denoisers(components: Mapping[str, object]) -> dict[str, nn.Module]:
@@ -105,9 +119,9 @@ def is_hooked(module: nn.Module) -> bool:
 
     Such a module must run as a whole, at the time it is called. A hook that only moves the whole
     module to its device doesn't count. PyTorch's hooks on parts are part of what is captured, those
-    on the module itself run around the stand-in.
+    on the module itself act when the pipeline calls it.
     """
-    return any(hooks_of(module)) or any(
+    return any(
         hasattr(part, "_hf_hook")
         and (part is not module or whole_hook(part) is None)
         or getattr(getattr(part, "_diffusers_hook", None), "hooks", None)
@@ -131,9 +145,23 @@ def install(module: nn.Module, method: str = "forward") -> None:
         standin = StandIn(getattr(module, method), module.__dict__.get(method))
         if method == "forward":
             module.__dict__[method] = dispatching_forward(module, standin)
+            replace_method(module, HOOKED_CALL, call_with_hooks_once)
         else:
             module.__dict__[method] = dispatching_method(module, method, standin)
+        if installed(module, STATE) is None:
+            replace_method(module, STATE, state_without_stand_ins)
     standin.users += 1
+
+
+def replace_method(
+    module: nn.Module,
+    method: str,
+    made: Callable[[nn.Module, StandIn], Callable[..., Any]],
+) -> None:
+    """Give a module a method in place of its own, for as long as it has stand-ins."""
+    standin = StandIn(getattr(module, method), module.__dict__.get(method))
+    function = module.__dict__[method] = made(module, standin)
+    function.__dict__["maskfx_standin"] = standin
 
 
 def remove(module: nn.Module, method: str = "forward") -> None:
@@ -144,9 +172,20 @@ def remove(module: nn.Module, method: str = "forward") -> None:
     standin.users -= 1
     if standin.users:
         return
-    del module.__dict__[method]
-    if standin.before is not None:
-        module.__dict__[method] = standin.before
+    restore(module, method)
+    if method == "forward":
+        restore(module, HOOKED_CALL)
+    if not any(installed(module, name) for name in vars(module) if name != STATE):
+        restore(module, STATE)
+
+
+def restore(module: nn.Module, method: str) -> None:
+    """Give a module the method that it had before the stand-in, if it has one."""
+    standin = installed(module, method)
+    if standin is not None:
+        del module.__dict__[method]
+        if standin.before is not None:
+            module.__dict__[method] = standin.before
 
 
 def installed(module: nn.Module, method: str = "forward") -> StandIn | None:
@@ -154,7 +193,38 @@ def installed(module: nn.Module, method: str = "forward") -> StandIn | None:
     return found
 
 
-def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., Any]:
+def call_with_hooks_once(module: nn.Module, standin: StandIn) -> Callable[..., object]:
+    """Return a `_call_impl`, which runs a module's hooks around `forward`.
+
+    A call that is computed for a pipeline runs `forward` alone: the pipeline's own call has run the
+    hooks, or runs them when it has the result.
+    """
+    original = standin.original
+
+    def call(*args: object, **kwargs: object) -> Any:
+        if module in COMPUTED.get():
+            return module.forward(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def state_without_stand_ins(module: nn.Module, standin: StandIn) -> Callable[[], object]:
+    """Return a `__getstate__`, from which copies and pickles of a module are made."""
+    original = standin.original
+
+    def state() -> Any:
+        found = original()
+        if not isinstance(found, dict):
+            return found  # the module decides what its copies have
+        stand_ins = {name: own for name in found if (own := installed(module, name)) is not None}
+        before = {n: own.before for n, own in stand_ins.items() if own.before is not None}
+        return {n: value for n, value in found.items() if n not in stand_ins} | before
+
+    return state
+
+
+def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., object]:
     """Return a `forward` that dispatches calls; a function, because captures read its code."""
     original = standin.original
     signature = inspect.signature(original)
@@ -170,13 +240,15 @@ def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., An
     return forward
 
 
-def dispatching_method(autoencoder: nn.Module, method: str, standin: StandIn) -> Callable[..., Any]:
+def dispatching_method(
+    autoencoder: nn.Module, method: str, standin: StandIn
+) -> Callable[..., object]:
     """Return a method that dispatches to the current run, which may decline the call."""
     original = standin.original
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def dispatch(*args: object, **kwargs: object) -> Any:
+    def dispatch(*args: object, **kwargs: object) -> object:
         run = CURRENT.get()
         if run is not None:
             found = run.code(autoencoder, method, named_arguments(signature, args, kwargs))
@@ -198,7 +270,7 @@ def is_coded(part: object, method: str) -> bool:
 
 def named_arguments(
     signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a call's arguments by name, without defaults; entries of `**kwargs` by their names."""
     bound = dict(signature.bind(*args, **kwargs).arguments)
     for parameter in signature.parameters.values():

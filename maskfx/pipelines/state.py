@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from maskfx.ir.module_settings import KnownSettings, RunSettings, Switches
+from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
@@ -53,7 +54,7 @@ class CallOptions:
     record: bool = False
     mask_image: object = None  # for a pipeline without this argument
     image: object = None
-    lora: Any = None  # see `maskfx.pipelines.late_lora.WANTED`
+    lora: Loras = None
 
 
 @dataclass

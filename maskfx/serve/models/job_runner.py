@@ -277,7 +277,7 @@ def unsupported(param: str, message: str) -> ApiError:
     return ApiError("unsupported_parameter", message, param=param)
 
 
-def whole_quality(member: PipelineMember) -> dict[str, Any]:
+def whole_quality(member: PipelineMember) -> dict[str, object]:
     """Return the options of a whole picture: its patches may be reused, no step is extrapolated."""
     quality = pipeline_state_of(member.pipe).quality
     return {} if quality.patches is None else {"quality": replace(quality, every=1)}
