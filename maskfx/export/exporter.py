@@ -43,7 +43,7 @@ from maskfx.export.triton import write_repository
 from maskfx.export.verify import Verdict, example_arguments, example_shapes, verify
 from maskfx.ir import progress
 from maskfx.pipelines.compile import is_compiled, pipeline_state_of
-from maskfx.pipelines.pipeline import is_pipeline
+from maskfx.pipelines.pipeline import Pipeline, is_pipeline
 from maskfx.runtime.denoiser import CompiledDenoiser
 
 TRITON, LAYOUTS = "triton", ("plain", "triton")
@@ -113,7 +113,7 @@ class Exported:
 
 
 def export(
-    model: Any,
+    model: nn.Module | CompiledDenoiser | Pipeline,
     path: str | Path,
     *,
     format: str = "onnx",
@@ -157,7 +157,7 @@ def export(
 
 
 def export_whole(
-    model: Any, path: Path, options: Options, inputs: Mapping[str, Any] | None = None
+    model: object, path: Path, options: Options, inputs: Mapping[str, Any] | None = None
 ) -> Exported:
     """Write all or nothing of what `export` describes."""
     if path.exists():
@@ -186,7 +186,7 @@ def lay_out(parts: Mapping[str, Path], folder: Path, options: Options) -> None:
             write_repository(directory, folder / TRITON, name)
 
 
-def as_denoiser(model: object, example_inputs: Mapping[str, Any] | None) -> CompiledDenoiser:
+def as_denoiser(model: object, example_inputs: Mapping[str, object] | None) -> CompiledDenoiser:
     """Return the model as a denoiser that has been compiled for some call."""
     if isinstance(model, CompiledDenoiser):
         if example_inputs is not None:

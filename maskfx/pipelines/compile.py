@@ -79,7 +79,7 @@ class CompiledPipeline:
         with progress.hidden(bars_disabled(self)):
             return serve_call(call_of(self, args, given, quality, template, record, lora))
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> object:
         """Return a shallow copy, which shares what the calls of this pipeline share."""
         own = object.__new__(type(self))
         own.__dict__.update(vars(self))
@@ -110,12 +110,12 @@ class CompiledPipeline:
         library.forget(name)
 
 
-def as_it_is(pipe: Any) -> Any:
+def as_it_is(pipe: object) -> object:
     """Return a pipeline that was read from a pickle, or deeply copied."""
     return pipe
 
 
-def call_like(original: Callable[..., Any], added: Sequence[str]) -> Callable[..., Any]:
+def call_like(original: Callable[..., object], added: Sequence[str]) -> Callable[..., object]:
     """Return a `__call__` with the pipeline's signature and documentation.
 
     Callers that inspect the signature find the pipeline's arguments, and those that maskfx adds:
@@ -145,7 +145,7 @@ def keyword(name: str) -> inspect.Parameter:
 
 
 def call_of(
-    pipe: Any,
+    pipe: Pipeline,
     args: Sequence[object],
     given: Mapping[str, object],
     quality: Quality | str | None = None,
@@ -160,7 +160,7 @@ def call_of(
     return PipelineCall.bind(pipe, state, args, own, options)
 
 
-def read_ahead(pipe: Any, args: Sequence[object], given: Mapping[str, object]) -> bool:
+def read_ahead(pipe: Pipeline, args: Sequence[object], given: Mapping[str, object]) -> bool:
     """Begin to read the template of a call that waits from disk; return False if there is none.
 
     LoRA files that the call names are loaded too. Nothing is recorded, and arguments that are wrong

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from threading import Lock
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,7 +55,9 @@ class StepThreads:
         self._pools: WeakKeyDictionary[StepExecutor, ThreadPoolExecutor] = WeakKeyDictionary()
         self._lock = Lock()  # groups of requests may step at the same time
 
-    def start(self, executor: StepExecutor, work: Callable[..., None], *args: Any) -> Future[None]:
+    def start(
+        self, executor: StepExecutor, work: Callable[..., None], *args: object
+    ) -> Future[None]:
         """Run a function after those started before with the same executor."""
         with self._lock:
             if executor not in self._pools:
@@ -160,11 +161,10 @@ def run_group(
 @contextmanager
 def switched_as_begun(calls: Sequence[DenoiserCall]) -> Iterator[None]:
     """Give denoisers the switches that they had when the calls' runs began, within the context."""
-    found = [call.run.switches[call.name] for call in calls if call.name in call.run.switches]
+    found = [call.run.settings[call.name] for call in calls if call.name in call.run.settings]
     with ExitStack() as stack:
-        for switches in found:
-            if switches.changed():
-                stack.enter_context(switches.restored())
+        for settings in found:
+            stack.enter_context(settings.switched())
         yield
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def call_of_class(pipeline: type) -> Callable[..., Any]:
+def call_of_class(pipeline: type) -> Callable[..., object]:
     """Return a class's `__call__`, whose signature names what it takes in `**kwargs` and passes on.
 
     These are the arguments of the class that it extends.
@@ -25,7 +24,7 @@ def call_of_class(pipeline: type) -> Callable[..., Any]:
         return own  # type: ignore[no-any-return]
 
     @functools.wraps(own)
-    def __call__(*args: Any, **given: Any) -> Any:
+    def __call__(*args: object, **given: object) -> object:
         return own(*args, **given)
 
     __call__.__dict__["__signature__"] = signature
@@ -47,5 +46,5 @@ def joined(own: inspect.Signature, extended: inspect.Signature) -> inspect.Signa
     return own.replace(parameters=both)
 
 
-def variable(signature: inspect.Signature, kind: Any) -> bool:
+def variable(signature: inspect.Signature, kind: object) -> bool:
     return any(p.kind is kind for p in signature.parameters.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from math import inf
-from typing import Any
 
 import torch
 
@@ -203,7 +202,7 @@ def run_whole_recording(call: PipelineCall, key: TemplateKey, **changed: object)
         handler.finish()
 
 
-def record_result(call: PipelineCall) -> tuple[Any, Template]:
+def record_result(call: PipelineCall) -> tuple[object, Template]:
     """Run a call and record it; return its result and the template of the image it made.
 
     A call that names a quality records the steps that edits in it compute; others record all.

@@ -34,7 +34,7 @@ def serve_call(call: PipelineCall) -> Any:
         return run_call(running)
 
 
-def run_call(call: PipelineCall) -> Any:
+def run_call(call: PipelineCall) -> object:
     if call.mask is not None:
         return serve_edit(call)
     if call.options.record:
@@ -60,7 +60,7 @@ def patch_sessions(call: PipelineCall) -> PatchSessions | None:
     return PatchSessions(settings, state.pool, state.notes, state.patches, call.quality.refresh)
 
 
-def serve_edit(call: PipelineCall) -> Any:
+def serve_edit(call: PipelineCall) -> object:
     """Run an edit; outside the mask the result has the original's pixels.
 
     Where the scheduler applies the mask, white may be what it keeps: the pipeline runs as it is. So
@@ -124,7 +124,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
-def run_edit(call: PipelineCall, mask: Tensor, row: int) -> tuple[Any, EditHandler]:
+def run_edit(call: PipelineCall, mask: Tensor, row: int) -> tuple[object, EditHandler]:
     """Run the pipeline once with an edit; return its result and the handler of the run.
 
     If the template has lost an entry by the time it is read (a damaged file, a removed directory),

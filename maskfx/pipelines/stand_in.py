@@ -122,7 +122,8 @@ def is_hooked(module: nn.Module) -> bool:
     """Return True if hooks run before or after its parts: offloading, casting, block caching.
 
     Such a module must run as a whole, at the time it is called. A hook that only moves the whole
-    module to its device doesn't count.
+    module to its device doesn't count. PyTorch's hooks on parts are part of what is captured, those
+    on the module itself act when the pipeline calls it.
     """
     return any(
         hasattr(part, "_hf_hook")
@@ -196,16 +197,16 @@ def installed(module: nn.Module, method: str = "forward") -> StandIn | None:
     return found
 
 
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+def untraced(function: Callable[..., object]) -> Callable[..., object]:
     """Return a function that `torch.compile` calls and doesn't trace.
 
     The user may have compiled the module by it, and a run isn't part of what the module computes.
     """
-    found: Callable[..., Any] = torch.compiler.disable(function)
+    found: Callable[..., object] = torch.compiler.disable(function)
     return found
 
 
-def call_with_hooks_once(module: nn.Module, standin: StandIn) -> Callable[..., Any]:
+def call_with_hooks_once(module: nn.Module, standin: StandIn) -> Callable[..., object]:
     """Return a `_call_impl`, which runs a module's hooks around `forward`.
 
     A call that is computed for a pipeline runs `forward` alone: the pipeline's own call has run the
@@ -222,7 +223,7 @@ def call_with_hooks_once(module: nn.Module, standin: StandIn) -> Callable[..., A
     return call
 
 
-def state_without_stand_ins(module: nn.Module, standin: StandIn) -> Callable[[], Any]:
+def state_without_stand_ins(module: nn.Module, standin: StandIn) -> Callable[[], object]:
     """Return a `__getstate__`, from which copies and pickles of a module are made."""
     original = standin.original
 
@@ -237,13 +238,13 @@ def state_without_stand_ins(module: nn.Module, standin: StandIn) -> Callable[[],
     return state
 
 
-def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., Any]:
+def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., object]:
     """Return a `forward` that dispatches calls; a function, because captures read its code."""
     original = standin.original
     signature = inspect.signature(original)
 
     @untraced
-    def dispatch(args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def dispatch(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         run = CURRENT.get()
         if run is None or not run.handles(module):
             return COMPUTES
@@ -258,20 +259,22 @@ def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., An
     return forward
 
 
-def dispatching_method(autoencoder: nn.Module, method: str, standin: StandIn) -> Callable[..., Any]:
+def dispatching_method(
+    autoencoder: nn.Module, method: str, standin: StandIn
+) -> Callable[..., object]:
     """Return a method that dispatches to the current run, which may decline the call."""
     original = standin.original
     signature = inspect.signature(original)
 
     @untraced
-    def dispatch(args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def dispatch(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         run = CURRENT.get()
         if run is None:
             return None
         return run.code(autoencoder, method, named_arguments(signature, args, kwargs))
 
     @functools.wraps(original)
-    def called(*args: object, **kwargs: object) -> Any:
+    def called(*args: object, **kwargs: object) -> object:
         found = dispatch(args, kwargs)
         return original(*args, **kwargs) if found is None else found
 
@@ -289,7 +292,7 @@ def is_coded(part: object, method: str) -> bool:
 
 def named_arguments(
     signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a call's arguments by name, without defaults; entries of `**kwargs` by their names."""
     bound = dict(signature.bind(*args, **kwargs).arguments)
     for parameter in signature.parameters.values():

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from maskfx.ir.module_settings import KnownSettings, Switches
+from maskfx.ir.module_settings import KnownSettings, RunSettings, Switches
+from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
@@ -51,7 +52,7 @@ class CallOptions:
     record: bool = False
     mask_image: object = None  # for a pipeline without this argument
     image: object = None
-    lora: Any = None  # see `maskfx.pipelines.late_lora.WANTED`
+    lora: Loras = None
 
 
 @dataclass
@@ -113,11 +114,13 @@ class PipelineState:
             if name in self.autoencoders and before not in (None, now):
                 denoiser.forget()
 
-    def follow(self, name: str) -> Switches:
-        """Return a denoiser's switches at the first call of a run.
+    def follow(self, name: str, closely: bool = False) -> RunSettings:
+        """Return a denoiser's settings at the first call of a run.
 
         Captures of other settings are discarded. Pipelines set some when they begin, such as
-        attention processors and scales, so those before the run may be others.
+        attention processors and scales, so those before the run may be others. During a run they
+        set switches alone; callbacks may set anything, so that all settings are compared at each
+        call (`closely`).
         """
         denoiser = self.denoisers[name]
         now, known = self._digest(self.acting, name, denoiser), CAPTURED.get(denoiser)
@@ -125,7 +128,7 @@ class PipelineState:
             CAPTURED[denoiser] = now, Switches(denoiser.module)
             if known is not None:
                 denoiser.forget()
-        return CAPTURED[denoiser][1]
+        return RunSettings(CAPTURED[denoiser][1], self.acting[name] if closely else None)
 
     def restore_settings(self) -> None:
         """Give the denoisers the objects and switches that they had before a run that failed.

@@ -5,20 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
 from torch import fx
+from torch._ops import OperatorBase
 from torch.export import ExportedProgram
 
 from maskfx.errors import CompileError, InputError
 from maskfx.export.formats.complex_numbers import spell_complex
 from maskfx.runtime.backends.graph_files import imported
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 squeeze, unsqueeze = torch.ops.aten.squeeze.dim, torch.ops.aten.unsqueeze.default
@@ -41,11 +45,11 @@ class OnnxWriter:
                 f"export: opset {self.opset} is older than what PyTorch writes; give {OLDEST} or "
                 f"newer ({OPSET} is the first with attention as one operator)"
             )
-        self._onnx: Any = imported("onnx")
-        self._ir: Any = imported("onnx_ir")
-        self._passes: Any = import_module("onnx_ir.passes.common")
+        self._onnx = imported("onnx")
+        self._ir = imported("onnx_ir")
+        self._passes = import_module("onnx_ir.passes.common")
         imported("onnxscript")
-        self._optimizer: Any = import_module("onnxscript.optimizer")
+        self._optimizer = import_module("onnxscript.optimizer")
         self._places: dict[tuple[str, str, tuple[int, ...]], tuple[int, int]] = {}
 
     def write(self, program: ExportedProgram, results: Mapping[Path, Sequence[str]]) -> None:
@@ -67,7 +71,7 @@ class OnnxWriter:
             self._ir.save(model, path)
             self._onnx.checker.check_model(str(path), full_check=True)
 
-    def _translated(self, program: ExportedProgram, name: str) -> Any:
+    def _translated(self, program: ExportedProgram, name: str) -> ir.Model:
         """Return a graph as a model of onnx_ir, without what only its making needs."""
         inputs = list(program.graph_signature.user_inputs)
         drop_idle_squeezes(program.graph_module.graph)
@@ -91,7 +95,7 @@ class OnnxWriter:
             self._simplify(model)
         return model
 
-    def _translate(self, program: ExportedProgram, inputs: Sequence[str]) -> Any:
+    def _translate(self, program: ExportedProgram, inputs: Sequence[str]) -> ir.Model:
         made = torch.onnx.export(
             program,
             (),
@@ -105,7 +109,7 @@ class OnnxWriter:
         assert made is not None, "it returns a program when it is given one"
         return made.model
 
-    def _simplify(self, model: Any) -> None:
+    def _simplify(self, model: ir.Model) -> None:
         """Compute what is constant and drop what is there twice or read by nothing."""
         known = self._passes
         known.InlinePass()(model)
@@ -124,7 +128,7 @@ class OnnxWriter:
         ):
             each(model)
 
-    def _name_results(self, graph: Any, names: Sequence[str]) -> None:
+    def _name_results(self, graph: ir.Graph, names: Sequence[str]) -> None:
         """Give the results their names; other values that have one of them get another."""
         seen: set[int] = set()
         for place, value in enumerate(list(graph.outputs)):
@@ -142,7 +146,7 @@ class OnnxWriter:
         for value, name in zip(graph.outputs, names, strict=True):
             value.name = name
 
-    def _move_weights(self, model: Any) -> None:
+    def _move_weights(self, model: ir.Model) -> None:
         """Replace large tensors by references into the file of weights."""
         for value in model.graph.initializers.values():
             tensor = value.const_value
@@ -159,10 +163,10 @@ class OnnxWriter:
                 base_dir=self.directory,
             )
 
-    def _placed(self, tensor: Any) -> tuple[int, int]:
+    def _placed(self, tensor: ir.TensorProtocol) -> tuple[int, int]:
         """Return where a tensor is in the file of weights; write it if it isn't there."""
         data = tensor.tobytes()
-        key = (xxhash.xxh3_128_hexdigest(data), str(tensor.dtype), tuple(tensor.shape))
+        key = xxhash.xxh3_128_hexdigest(data), str(tensor.dtype), tuple(tensor.shape.numpy())
         if key not in self._places:
             with (self.directory / WEIGHTS).open("ab") as file:
                 start = file.seek(0, os.SEEK_END)
@@ -179,7 +183,11 @@ class Translatable(ExportedProgram):
     times as long as its export, and most graphs have no operator that needs it.
     """
 
-    def run_decompositions(self, decomp_table: Any = None, **others: Any) -> ExportedProgram:
+    def run_decompositions(
+        self,
+        decomp_table: Mapping[OperatorBase, Callable[..., object]] | None = None,
+        **others: object,
+    ) -> ExportedProgram:
         calls = [n.target for n in self.graph.nodes if n.op == "call_function"]
         writes = any(getattr(t, "_schema", None) and t._schema.is_mutable for t in calls)
         if decomp_table is None or writes or any(target in decomp_table for target in calls):
@@ -202,7 +210,7 @@ def quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
-def folds(node: Any) -> bool | None:
+def folds(node: ir.Node) -> bool | None:
     """Return False for a weight in another layout, and None for nodes that are folded by size.
 
     Runtimes change the layout when they load a graph. Folded here, a weight would be written once
@@ -213,7 +221,7 @@ def folds(node: Any) -> bool | None:
     return False if weighs and node.op_type in LAYOUTS else None
 
 
-def keep_results(graph: Any, count: int) -> None:
+def keep_results(graph: ir.Graph, count: int) -> None:
     """Let a graph return only the first of its results."""
     while len(graph.outputs) > count:
         graph.outputs.pop()
@@ -269,7 +277,8 @@ def widen_mask(node: fx.Node) -> None:
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
     if not isinstance(mask, fx.Node):
         return
-    queries: Any = node.args[0]
+    queries = node.args[0]
+    assert isinstance(queries, fx.Node), node.format_node()
     value, asked = mask.meta["val"], queries.meta["val"]
     one = isinstance(value.shape[-2], int) and value.shape[-2] == 1
     if not one or isinstance(asked.shape[-2], int) and asked.shape[-2] == 1:
