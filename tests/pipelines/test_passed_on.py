@@ -26,17 +26,21 @@ class All(Base):
 
 
 class Some(Base):
-    def __call__(self, image: Any, scale: float = 1.0, **kwargs: Any) -> Any:
+    def __call__(  # type: ignore[override]
+        self, image: Any, scale: float = 1.0, **kwargs: Any
+    ) -> Any:
         return super().__call__(**kwargs, image=image), scale
 
 
 class Twice(All):
-    def __call__(self, prompt: str, seed: int = 0, **kwargs: Any) -> Any:
+    def __call__(  # type: ignore[override]
+        self, prompt: str, seed: int = 0, **kwargs: Any
+    ) -> Any:
         return super().__call__(prompt, **kwargs), seed
 
 
 class Own(Base):
-    def __call__(self, prompt: str) -> Any:
+    def __call__(self, prompt: str) -> Any:  # type: ignore[override]
         return super().__call__(prompt)
 
 
@@ -56,7 +60,7 @@ def test_the_extended_classes_arguments_are_named():
 
 class Derived(diffusers.FluxInpaintPipeline):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
 def test_a_class_that_passes_everything_on_is_edited_like_the_one_that_it_extends():
