@@ -139,8 +139,8 @@ def run_edit(call: PipelineCall, mask: Tensor, row: int) -> tuple[object, EditHa
             source = find_template(call, mismatched)
         except RecordingInterrupted as interrupted:
             state.notes[str(interrupted)] += 1
-            handler = InterruptedHandler(mask, call.quality, None, state.notes, row, pipe=call.pipe)
-            return call.run(handler), handler
+            ending = InterruptedHandler(mask, call.quality, None, state.notes, row, pipe=call.pipe)
+            return call.run(ending), ending
         template = None
         if source is not None:
             renewable = not passed and not state.library.made_picture(source.name) and chances > 1
