@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 DEPTH = 4  # of functions that refer to functions
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # of PyTorch, which run around `forward`
 
 
 def is_called(value: object) -> bool:
@@ -20,8 +21,7 @@ def is_called(value: object) -> bool:
 
 def hooks_of(part: nn.Module) -> list[dict[int, Any]]:
     """Return the tables of what a module calls before and after its `forward`."""
-    held = vars(part)
-    return [held.get("_forward_pre_hooks", {}), held.get("_forward_hooks", {})]
+    return [vars(part).get(kind, {}) for kind in HOOKS]
 
 
 def name_of(called: object) -> str:
@@ -80,7 +80,7 @@ def code_digest(code: CodeType) -> str:
 def tensor_digest(value: Tensor) -> str:
     if value.is_meta:
         return f"{value.dtype} {tuple(value.shape)}"
-    content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
     return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
 
 

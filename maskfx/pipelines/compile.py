@@ -22,6 +22,7 @@ from maskfx.pipelines.call import PipelineCall, template_name
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.interception import bars_disabled
 from maskfx.pipelines.late_lora import Loras
+from maskfx.pipelines.passed_on import call_of_class
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prefetch_template, prepare_template
@@ -258,7 +259,8 @@ def compile_pipeline(
         install(method.autoencoder, method.method)
     library = TemplateLibrary(tiers, share, keep, budget, usual.selection)
     original = getattr(type(pipe), "maskfx_original", type(pipe))
-    state = PipelineState(original.__call__, denoisers, library, usual, execute, coders)
+    call = call_of_class(original)
+    state = PipelineState(call, denoisers, library, usual, execute, coders)
     if adapters is not None:
         state.adapters = lambda: adapters
     state.pool = RollingPool(patch_bytes, PATCH_REQUESTS)
@@ -266,7 +268,7 @@ def compile_pipeline(
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
-        "__call__": call_like(original.__call__, missing_arguments(state)),
+        "__call__": call_like(call, missing_arguments(state)),
         "maskfx_original": original,
     }
     pipe.__class__ = type(original.__name__, (CompiledPipeline, original), namespace)

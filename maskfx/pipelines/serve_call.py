@@ -14,11 +14,11 @@ from maskfx.errors import InputError
 from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall
 from maskfx.pipelines.call_handler import DenseHandler, SelectedStepsHandler
-from maskfx.pipelines.edit_handler import EditHandler
+from maskfx.pipelines.edit_handler import EditHandler, InterruptedHandler
 from maskfx.pipelines.masks import overlay, pixel_masks
 from maskfx.pipelines.outputs import as_list, set_template, with_images
 from maskfx.pipelines.patch_handler import PatchHandler, PatchSessions
-from maskfx.pipelines.recording import find_template, record_result
+from maskfx.pipelines.recording import RecordingInterrupted, find_template, record_result
 from maskfx.pipelines.schedule import steps_read_mask
 from maskfx.pipelines.state import Template
 from maskfx.pipelines.template_library import ScheduleMismatch, TemplateIncomplete, TemplateSource
@@ -135,7 +135,12 @@ def run_edit(call: PipelineCall, mask: Tensor, row: int) -> tuple[object, EditHa
     mismatched: set[str] = set()
     chances = CHANCES
     while True:
-        source = find_template(call, mismatched)
+        try:
+            source = find_template(call, mismatched)
+        except RecordingInterrupted as interrupted:
+            state.notes[str(interrupted)] += 1
+            ending = InterruptedHandler(mask, call.quality, None, state.notes, row, pipe=call.pipe)
+            return call.run(ending), ending
         template = None
         if source is not None:
             renewable = not passed and not state.library.made_picture(source.name) and chances > 1

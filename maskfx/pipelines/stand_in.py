@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args, get_type_hints
 
+import torch
 from torch import nn
 
 from maskfx.pipelines.pipeline import Pipeline
@@ -24,6 +25,8 @@ from maskfx.runtime.offload import whole_hook
 
 STEP_ARGUMENT = re.compile(r"timestep\w*|t")  # arguments of denoisers only
 HOOKED_CALL = "_call_impl"  # what PyTorch calls: the hooks, and `forward` between them
+WRAPPED = "_orig_mod"  # the module that `torch.compile` has wrapped
+COMPUTES = object()  # the answer of a run that leaves a call to the module
 STATE = "__getstate__"  # what copies and pickles are made from
 
 
@@ -73,7 +76,8 @@ def computing(modules: Iterable[nn.Module]) -> Iterator[None]:
 def find_denoisers(components: Mapping[str, object]) -> dict[str, nn.Module]:
     """Return the modules with a timestep argument by name, including those in lists of nets."""
     found: dict[str, nn.Module] = {}
-    for name, module in components.items():
+    for name, part in components.items():
+        module = getattr(part, WRAPPED, part)
         if not isinstance(module, nn.Module):
             continue
         nets = getattr(module, "nets", None)
@@ -193,6 +197,15 @@ def installed(module: nn.Module, method: str = "forward") -> StandIn | None:
     return found
 
 
+def untraced(function: Callable[..., object]) -> Callable[..., object]:
+    """Return a function that `torch.compile` calls and doesn't trace.
+
+    The user may have compiled the module by it, and a run isn't part of what the module computes.
+    """
+    found: Callable[..., object] = torch.compiler.disable(function)
+    return found
+
+
 def call_with_hooks_once(module: nn.Module, standin: StandIn) -> Callable[..., object]:
     """Return a `_call_impl`, which runs a module's hooks around `forward`.
 
@@ -200,9 +213,10 @@ def call_with_hooks_once(module: nn.Module, standin: StandIn) -> Callable[..., o
     hooks, or runs them when it has the result.
     """
     original = standin.original
+    computed = untraced(lambda: module in COMPUTED.get())
 
     def call(*args: object, **kwargs: object) -> Any:
-        if module in COMPUTED.get():
+        if computed():
             return module.forward(*args, **kwargs)
         return original(*args, **kwargs)
 
@@ -229,12 +243,17 @@ def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., ob
     original = standin.original
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def forward(*args: object, **kwargs: object) -> Any:
+    @untraced
+    def dispatch(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         run = CURRENT.get()
         if run is None or not run.handles(module):
-            return original(*args, **kwargs)
+            return COMPUTES
         return run.call(module, named_arguments(signature, args, kwargs))
+
+    @functools.wraps(original)
+    def forward(*args: object, **kwargs: object) -> Any:
+        found = dispatch(args, kwargs)
+        return original(*args, **kwargs) if found is COMPUTES else found
 
     forward.__dict__["maskfx_standin"] = standin
     return forward
@@ -247,17 +266,20 @@ def dispatching_method(
     original = standin.original
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def dispatch(*args: object, **kwargs: object) -> object:
+    @untraced
+    def dispatch(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         run = CURRENT.get()
-        if run is not None:
-            found = run.code(autoencoder, method, named_arguments(signature, args, kwargs))
-            if found is not None:
-                return found
-        return original(*args, **kwargs)
+        if run is None:
+            return None
+        return run.code(autoencoder, method, named_arguments(signature, args, kwargs))
 
-    dispatch.__dict__["maskfx_standin"] = standin
-    return dispatch
+    @functools.wraps(original)
+    def called(*args: object, **kwargs: object) -> object:
+        found = dispatch(args, kwargs)
+        return original(*args, **kwargs) if found is None else found
+
+    called.__dict__["maskfx_standin"] = standin
+    return called
 
 
 def is_coded(part: object, method: str) -> bool:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from maskfx.ir.module_settings import KnownSettings, RunSettings, Switches
 from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.lora_files import LoraTarget
@@ -161,4 +163,11 @@ class PipelineState:
         """Return a digest of all pipeline state that a recording depends on, weights included."""
         modules = {name: denoiser.module for name, denoiser in self.denoisers.items()}
         weights = {name: denoiser.fingerprint() for name, denoiser in self.denoisers.items()}
-        return digest([self.fingerprint.digest(pipe.components, modules, self.settings), weights])
+        parts: list[object] = [self.fingerprint.digest(pipe.components, modules, self.settings)]
+        return digest([*parts, weights, *autocast_dtypes()])
+
+
+def autocast_dtypes() -> list[str]:
+    """Return the types that `torch.autocast` computes in around this call, by kind of device."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds]

@@ -8,7 +8,7 @@ import shutil
 
 from torch import nn
 
-from maskfx.ir.module_settings import HOOKS
+from maskfx.ir.callables import HOOKS
 
 log = logging.getLogger(__name__)
 

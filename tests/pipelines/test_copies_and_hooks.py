@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 import maskfx
 from maskfx.pipelines.compile import is_compiled
-from maskfx.pipelines.stand_in import computing, install, installed, remove
+from maskfx.pipelines.stand_in import (
+    computing,
+    find_denoisers,
+    install,
+    installed,
+    remove,
+    running,
+)
 from maskfx.runtime.sendable import bare
 from tests.factories.pipelines import (
     PIPES,
@@ -184,3 +191,43 @@ def test_a_denoiser_is_sent_to_another_process_without_its_own_hooks():
     assert hooks(kept) == hooks(module) == [1, 1]
     assert hooks(left) == [0, 0]
     assert hooks(left[0]) == [1, 1]
+
+
+# torch.compile.
+
+
+class Caller:
+    """A run; it notes whether its calls are traced."""
+
+    def __init__(self) -> None:
+        self.traced = list[bool]()
+
+    def handles(self, module: nn.Module) -> bool:
+        return True
+
+    def call(self, module: nn.Module, inputs: dict[str, Any]) -> Any:
+        self.traced.append(torch.compiler.is_dynamo_compiling())
+        return inputs["x"] - 1
+
+    def codes(self, autoencoder: nn.Module, method: str) -> bool:
+        return True
+
+    def code(self, autoencoder: nn.Module, method: str, arguments: dict[str, Any]) -> Any:
+        self.traced.append(torch.compiler.is_dynamo_compiling())
+
+
+def test_a_denoiser_that_torch_compiles_dispatches_without_being_traced():
+    module, run, x = Denoiser(), Caller(), torch.full((1,), 3.0)
+    install(module)
+    own: Any = torch.compile(module, backend="eager")
+    assert own(x, 2) == 6
+    with running(run):
+        assert own(x, 2) == 2
+        assert module(x, 2) == 2
+    assert own(x, 5) == 15
+    assert run.traced == [False, False]
+
+
+def test_a_denoiser_that_torch_compile_has_wrapped_is_found():
+    module = Denoiser()
+    assert find_denoisers({"unet": torch.compile(module, backend="eager")}) == {"unet": module}

@@ -134,7 +134,8 @@ class EditSession:
         template: Mapping[CallKey, StepCache] | None = None,
         wide: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self.mask, self.policy = check_mask(mask), policy or ReusePolicy()
+        self.mask = check_mask(mask)
+        self.policy: ReusePolicy = policy or ReusePolicy()
         self.wide = dict(wide or {})
         if bool(mask.all()):  # no inactive sites to read from a recording
             self.policy = replace(self.policy, reuse="steps", refresh=1)
