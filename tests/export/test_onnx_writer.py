@@ -49,3 +49,26 @@ def test_weights_behind_2_gigabytes_are_found(tmp_path: Path) -> None:
     assert (tmp_path / formats.WEIGHTS).stat().st_size > 2**31 + module.weight.nbytes
     [found] = runtime.InferenceSession(str(path)).run(None, {"input": x.numpy()})
     assert error(torch.from_numpy(found), module(x)) < 1e-5
+
+
+class Splitting(nn.Module):
+    """Splits into parts whose sizes are known or not, and returns one split as it is."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first, second, last = x.split([2, x.shape[1] - 5, 3], 1)
+        return first, second * 2, last, *x.split([1, 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_splits_are_slices(tmp_path: Path, dtype: torch.dtype) -> None:
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    x = torch.randn(4, 9)
+    program = torch.export.export(Splitting(), (x.to(dtype),), dynamic_shapes=({1: Dim.AUTO},))
+    path = tmp_path / "x.onnx"
+    formats.OnnxWriter(tmp_path).write(program, {path: list("abcde")})
+    assert not {"SplitToSequence", "SequenceAt"} & {n.op_type for n in onnx.load(path).graph.node}
+    if dtype is torch.float32:
+        x = torch.randn(4, 13)
+        found = runtime.InferenceSession(str(path)).run(None, {"x": x.numpy()})
+        for a, b in zip(found, Splitting()(x), strict=True):
+            assert torch.equal(torch.from_numpy(a), b)

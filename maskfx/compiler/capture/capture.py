@@ -41,6 +41,7 @@ def capture(
     single: bool = False,
     fixed: bool = False,
     one: bool = False,
+    compare: bool = True,
 ) -> Capture:
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
@@ -55,6 +56,7 @@ def capture(
         single: capture a batch of one sample, for calls of one sample only.
         fixed: whether no size is symbolic.
         one: capture a batch of one sample, whose operators may run on batches of any size.
+        compare: compare the graph with the module at the sizes of the inputs.
     """
     paths, values, in_spec = roles_.flatten(inputs)
     leaves = roles_.infer(module, inputs, roles)
@@ -78,7 +80,7 @@ def capture(
             with quiet():
                 exported, answers = exported_with(whole, example, leaves, symbolic)
                 result = finish(exported, leaves, in_spec, values, wanted, symbolic, notes, answers)
-                result.single = single
+                result.single, result.compared = single, compare
                 assert result.module is not None
                 whole.put_back(result.module)
         except Unexportable as error:

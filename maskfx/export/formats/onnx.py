@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import fx
 from torch.export import ExportedProgram
 
 from maskfx.errors import CompileError, InputError
 from maskfx.export.formats.complex_numbers import spell_complex
+from maskfx.export.formats.splits import spell_splits
+from maskfx.export.formats.weight_data import WeightData
+from maskfx.export.part_times import PartTimes
+from maskfx.export.weight_files import WeightFiles
 from maskfx.runtime.backends.graph_files import imported
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -26,15 +28,28 @@ SQUEEZES = (squeeze, torch.ops.aten.squeeze.dims, torch.ops.aten.squeeze.default
 OPSET = 23  # the first with attention as one operator
 OLDEST = 18
 WEIGHTS = "weights.data"
-ALIGNED = 4096  # so that runtimes can map the file
 LAYOUTS = ("Transpose", "Reshape")
 SMALL = 1024  # bytes; smaller tensors stay in the graph
 
 
 class OnnxWriter:
-    """Writes the graphs of one directory; a weight that several graphs read is written once."""
+    """Writes the graphs of one directory; a weight that several graphs read is written once.
 
-    def __init__(self, directory: Path, opset: int | None = None) -> None:
+    Args:
+        directory: where the graphs and their weights go.
+        opset: of ONNX.
+        files: where weights lie that are copied from files.
+        times: where the time of each part is added.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        opset: int | None = None,
+        files: WeightFiles | None = None,
+        times: PartTimes | None = None,
+    ) -> None:
+        self._times = PartTimes() if times is None else times
         self.directory, self.opset = directory, OPSET if opset is None else opset
         if self.opset < OLDEST:
             raise InputError(
@@ -46,7 +61,7 @@ class OnnxWriter:
         self._passes: Any = import_module("onnx_ir.passes.common")
         imported("onnxscript")
         self._optimizer: Any = import_module("onnxscript.optimizer")
-        self._places: dict[tuple[str, str, tuple[int, ...]], tuple[int, int]] = {}
+        self._weights = WeightData(directory / WEIGHTS, files)
 
     def write(self, program: ExportedProgram, results: Mapping[Path, Sequence[str]]) -> None:
         """Write one graph to files in the directory.
@@ -56,16 +71,19 @@ class OnnxWriter:
             results: by file, the names of the results that the graph in it returns: all of them,
                 then the first of them, fewer from file to file.
         """
-        model = self._translated(program, next(iter(results)).name)
+        with self._times.of("translation to ONNX"):
+            model = self._translated(program, next(iter(results)).name)
         for number, (path, names) in enumerate(results.items()):
             if number:
                 keep_results(model.graph, len(names))
                 self._passes.RemoveUnusedNodesPass()(model)
             else:
                 self._name_results(model.graph, names)
-                self._move_weights(model)
-            self._ir.save(model, path)
-            self._onnx.checker.check_model(str(path), full_check=True)
+                with self._times.of("weights"):
+                    self._move_weights(model)
+            with self._times.of("graphs and checker"):
+                self._ir.save(model, path)
+                self._onnx.checker.check_model(str(path), full_check=True)
 
     def _translated(self, program: ExportedProgram, name: str) -> Any:
         """Return a graph as a model of onnx_ir, without what only its making needs."""
@@ -74,6 +92,7 @@ class OnnxWriter:
         spell_attention(program.graph_module)
         spell_complex(program)
         spell_casts(program.graph)
+        spell_splits(program.graph)
         kind = type(program)
         with torch.no_grad(), quiet():
             try:
@@ -148,7 +167,7 @@ class OnnxWriter:
             tensor = value.const_value
             if tensor is None or tensor.nbytes < SMALL:
                 continue
-            offset, length = self._placed(tensor)
+            offset, length = self._weights.place(tensor)
             value.const_value = self._ir.ExternalTensor(
                 WEIGHTS,
                 offset,
@@ -158,18 +177,6 @@ class OnnxWriter:
                 name=value.name,
                 base_dir=self.directory,
             )
-
-    def _placed(self, tensor: Any) -> tuple[int, int]:
-        """Return where a tensor is in the file of weights; write it if it isn't there."""
-        data = tensor.tobytes()
-        key = (xxhash.xxh3_128_hexdigest(data), str(tensor.dtype), tuple(tensor.shape))
-        if key not in self._places:
-            with (self.directory / WEIGHTS).open("ab") as file:
-                start = file.seek(0, os.SEEK_END)
-                file.write(b"\0" * (-start % ALIGNED))
-                self._places[key] = (file.tell(), len(data))
-                file.write(data)
-        return self._places[key]
 
 
 class Translatable(ExportedProgram):
