@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 
 from maskfx.export.formats import onnx as formats
 from tests.passes.tools import error
@@ -72,3 +72,37 @@ def test_splits_are_slices(tmp_path: Path, dtype: torch.dtype) -> None:
         found = runtime.InferenceSession(str(path)).run(None, {"x": x.numpy()})
         for a, b in zip(found, Splitting()(x), strict=True):
             assert torch.equal(torch.from_numpy(a), b)
+
+
+class Mixing(nn.Module):
+    """Computes with numbers of several types, which ONNX wants to be cast."""
+
+    def forward(self, x: Tensor, n: Tensor) -> tuple[Tensor, ...]:
+        return x + n, x * 2 + 1, n / 2, x > n, x.double() * n - x, torch.outer(x[0], n[0] + 0.5)
+
+
+def test_casts_between_types_are_written(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    x, n = torch.randn(3, 5), torch.arange(15).view(3, 5)
+    program = torch.export.export(Mixing(), (x, n), dynamic_shapes=({0: Dim.AUTO}, {0: Dim.AUTO}))
+    path = tmp_path / "x.onnx"
+    formats.OnnxWriter(tmp_path).write(program, {path: list("abcdef")})
+    found = runtime.InferenceSession(str(path)).run(None, {"x": x.numpy(), "n": n.numpy()})
+    for a, b in zip(found, Mixing()(x, n), strict=True):
+        assert a.dtype == b.numpy().dtype
+        assert error(torch.from_numpy(a).double(), b.double()) < 1e-6
+
+
+def test_no_operator_runs_again_and_none_is_decomposed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the graph was traced or run again")
+
+    x, n = torch.randn(3, 5), torch.arange(15).view(3, 5)
+    program = torch.export.export(Mixing(), (x, n))
+    monkeypatch.setattr(ExportedProgram, "run_decompositions", never)
+    monkeypatch.setattr(torch.fx.Interpreter, "call_function", never)
+    path = tmp_path / "x.onnx"
+    formats.OnnxWriter(tmp_path).write(program, {path: list("abcdef")})
+    assert path.exists()
