@@ -167,12 +167,12 @@ def files_of(where: Path) -> list[Path]:
     if where.suffix == SUFFIX:
         return [where]
     try:
-        names = set(json.loads(where.read_text(encoding="utf-8"))["weight_map"].values())
+        shards = set(json.loads(where.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"weights: {where} is neither a safetensors file nor an index of some; name one of them"
         ) from error
-    return [where.with_name(str(name)) for name in sorted(names)]
+    return [where.with_name(str(name)) for name in sorted(shards)]
 
 
 def header_of(path: Path) -> tuple[int, Mapping[str, Any]]:

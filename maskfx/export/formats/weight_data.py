@@ -6,6 +6,7 @@ memory as a whole.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from maskfx.export.weight_files import FilePlace, WeightFiles
 
 ALIGNED = 4096  # so that runtimes can map the file
 BLOCK = 16 << 20  # bytes that are copied at once
+FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # whichever way bytes are copied
 
 Place = tuple[int, int]  # the first byte of a weight, and how many there are
 
@@ -62,7 +64,7 @@ class WeightData:
         return self._places[key]
 
     def _append(self, write: Callable[[BinaryIO], int]) -> Place:
-        with self.path.open("ab") as file:
+        with self.path.open("r+b" if self.path.exists() else "wb") as file:
             start = file.seek(0, os.SEEK_END)
             file.write(b"\0" * (-start % ALIGNED))
             return file.tell(), write(file)
@@ -75,13 +77,23 @@ def bytes_of(value: Tensor) -> memoryview:
 
 def copy_from(source: FilePlace, file: BinaryIO) -> int:
     """Write what lies at a place to a file, in blocks; return the number of bytes."""
-    block, left = memoryview(bytearray(min(BLOCK, source.nbytes))), source.nbytes
+    file.flush()
+    done = 0
     with source.path.open("rb", buffering=0) as origin:
-        origin.seek(source.offset)
-        while left:
-            count = origin.readinto(block[: min(left, len(block))])
-            if not count:
-                raise OSError(f"{source.path} ends {left} bytes before a weight does")
-            file.write(block[:count])
-            left -= count
-    return source.nbytes
+        while done < source.nbytes:
+            count = min(BLOCK, source.nbytes - done)
+            copied = copy_block(origin.fileno(), file.fileno(), count, source.offset + done)
+            if not copied:
+                raise OSError(f"{source.path} ends {source.nbytes - done} bytes before a weight")
+            done += copied
+    return done
+
+
+def copy_block(origin: int, target: int, count: int, offset: int) -> int:
+    """Copy up to `count` bytes from an offset of a file, in the kernel where it can."""
+    try:
+        return os.copy_file_range(origin, target, count, offset)
+    except (AttributeError, OSError) as error:
+        if getattr(error, "errno", None) in FAILED:
+            raise
+        return os.write(target, os.pread(origin, count, offset))
