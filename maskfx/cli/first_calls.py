@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import maskfx
 from maskfx.cli.try_model import call_arguments
-from maskfx.compiler.capture.light_run import LightProducts
-from maskfx.compiler.capture.twin import Twin
 from maskfx.errors import InputError
+from maskfx.export.light_parts import LightParts
 from maskfx.export.shell import blank_like
 from maskfx.export.weight_files import WeightFiles
 from maskfx.pipelines.stand_in import find_denoisers, named_arguments
@@ -51,15 +50,15 @@ def first_calls(folder: Path) -> dict[str, Arguments]:
     Values that weren't computed are zero.
     """
     with import_notices_hidden():
-        twin = Twin(nn.ModuleDict({n: blank(folder, n) for n in modules_in(folder)}))
-    parts: dict[str, nn.Module] = dict(twin.module.named_children())
-    pipe = around(folder, parts)
-    denoisers = {n: one for n, one in find_denoisers(pipe.components).items() if n in parts}
+        light = LightParts({name: blank(folder, name) for name in modules_in(folder)})
+    pipe = around(folder, light.modules)
+    found = find_denoisers(pipe.components)
+    denoisers = {name: one for name, one in found.items() if name in light.modules}
     family = PipelineSet.of(pipe, maskfx.compile, told_by(str(folder)))
     member, size = family.main, family.size()
     canvas = Canvas(scene(0, size), np.ones(size[::-1], bool), family.multiple)
     given = call_arguments(member, canvas, STEPS)
-    with torch.no_grad(), LightProducts(twin) as light, collecting(denoisers) as calls:
+    with light.running(), collecting(denoisers) as calls:
         try:
             member.plain(**given)
         except AllCalled:
@@ -69,12 +68,7 @@ def first_calls(folder: Path) -> dict[str, Arguments]:
                 f"{folder}: the first call of {', '.join(denoisers)} can't be found without "
                 f"running the pipeline ({type(error).__name__}: {error}); leave --no-compare out"
             ) from error
-    return {name: pytree.tree_map(lambda v: settled(light, v), c) for name, c in calls.items()}
-
-
-def settled(light: LightProducts, value: Any) -> Any:
-    left_out = isinstance(value, Tensor) and light.is_left_out(value)
-    return torch.zeros_like(value) if left_out else value
+    return {name: pytree.tree_map(light.settled, call) for name, call in calls.items()}
 
 
 @contextmanager
