@@ -56,7 +56,7 @@ class Splitting(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         first, second, last = x.split([2, x.shape[1] - 5, 3], 1)
-        return first, second * 2, last, *x.split([1, 3])
+        return first, second * 2.0, last, *x.split([1, 3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
