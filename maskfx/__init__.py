@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from maskfx.errors import MaskfxError as MaskfxError
     from maskfx.errors import MissingRequest as MissingRequest
     from maskfx.errors import NumberError as NumberError
+    from maskfx.errors import SignatureError as SignatureError
     from maskfx.export.exporter import export as export
     from maskfx.pipelines.compile import decompile as decompile
     from maskfx.pipelines.compile import template as template
@@ -93,6 +94,7 @@ HOMES = {
     "Quality": "maskfx.pipelines.quality",
     "RecordStep": "maskfx.runtime.steps",
     "ReusePolicy": "maskfx.runtime.reuse.policy",
+    "SignatureError": "maskfx.errors",
     "StepCache": "maskfx.runtime.cache.step_cache",
     "Store": "maskfx.runtime.cache.store",
     "Template": "maskfx.pipelines.state",

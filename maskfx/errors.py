@@ -11,6 +11,7 @@
     │   ├── DeadlineMissed  the request's deadline passed before its image was finished
     │   └── Closed          the engine accepts no more requests
     └── InputError          a call got an argument that it can't use
+        ├── SignatureError  a call got an unknown argument, or one twice, or lacks one
         ├── BudgetError     a template doesn't fit into its byte budget
         ├── MaskError       the mask has a wrong shape, dtype or kind
         ├── CacheError      the cache belongs to another model, size, dtype or structure
@@ -42,6 +43,10 @@ class CompileError(MaskfxError):
 
 class InputError(MaskfxError, ValueError):
     """A call got an argument that it can't use."""
+
+
+class SignatureError(InputError, TypeError):
+    """A call got an argument that it doesn't accept, or one twice, or lacks one."""
 
 
 class BudgetError(InputError):

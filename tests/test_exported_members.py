@@ -42,6 +42,7 @@ EXPORTED = [
     "Quality",
     "RecordStep",
     "ReusePolicy",
+    "SignatureError",
     "StepCache",
     "Store",
     "Template",

@@ -54,7 +54,7 @@ def profile(
 
 def call_of(
     family: PipelineSet, member: PipelineMember, prompt: str, seed: int, steps: int | None
-) -> Callable[[], dict[str, Any]]:
+) -> Callable[[], dict[str, object]]:
     """Return a function that makes the arguments of a call with the model's own settings."""
     signature, (width, height) = member.signature, family.size()
 

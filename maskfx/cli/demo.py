@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.masks import grid_of, pooled
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.state import Template
 from maskfx.shipped import FOLDER, names, reference
 
 SIDE = 32  # of the latent: an image of 256 x 256
@@ -143,7 +143,7 @@ def edit_picture(name: str, folder: Path, out: Path) -> Path:
     return path
 
 
-def same_noise(pipe: object, template: Any, example: Example) -> Tensor:
+def same_noise(pipe: object, template: Template, example: Example) -> Tensor:
     """Return both runs' initial latents: new noise in the mask, the template's noise elsewhere."""
     kept: Tensor = pipeline_state_of(pipe).library.start(template.name)[0]
     own = torch.randn(kept.shape, generator=torch.Generator().manual_seed(SEED))
@@ -276,7 +276,7 @@ def edit_step() -> None:
     print(compiled.explain(SHARE))
 
 
-def build() -> tuple[torch.nn.Module, dict[str, Any]]:
+def build() -> tuple[torch.nn.Module, dict[str, object]]:
     """Return the UNet, and its inputs at one step: unconditional and conditional."""
     from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 

@@ -254,21 +254,8 @@ def export(
         bool, typer.Option("--operators", help="Keep maskfx's operators; for aoti and pt2.")
     ] = False,
     opset: Annotated[int | None, given("Of ONNX.")] = None,
-    verify: Annotated[
-        bool | None,
-        typer.Option(
-            "--verify/--no-verify",
-            help="Compare each graph with the denoiser; default: where that is feasible.",
-            show_default=False,
-        ),
-    ] = None,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            help="Run the model, and compare what is captured with it. Without, weights stay in "
-            "their files: for a large model in a folder."
-        ),
-    ] = True,
+    verify: Annotated[bool | None, given("Compare each graph, if feasible.")] = None,
+    compare: Annotated[bool, typer.Option(help="Run the model, and compare with it.")] = True,
     profile: Annotated[
         list[str] | None,
         given("Of engines: a range of sizes, such as rows=64:1024:4096; may be repeated."),

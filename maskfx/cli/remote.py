@@ -80,7 +80,7 @@ def png(picture: Image.Image) -> bytes:
     return stream.getvalue()
 
 
-def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def events(lines: Iterable[str]) -> Iterator[dict[str, object]]:
     """Yield the data of server-sent events; data lines of one event are joined to one text."""
     data: list[str] = []
     for line in lines:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -107,7 +106,7 @@ def trained(
 
 def arguments_for(
     family: PipelineSet, member: PipelineMember, seed: int, steps: int | None, prompt: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a call that makes a whole picture."""
     width, height = family.size()
     canvas = Canvas(scene(seed, (width, height)), np.ones((height, width), bool), family.multiple)

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from types import FunctionType
-from typing import Any
 
 import torch
 import xxhash
@@ -15,6 +14,7 @@ from torch import Tensor, fx
 from maskfx.ir.lanes import Batch, lane_of
 from maskfx.ir.lazy_module import LazyModule, over_same
 from maskfx.ir.program import Interface, Product, Program
+from maskfx.ir.sources import Tapped
 from maskfx.passes.context import ROWS, PassContext, aten, get_attribute
 
 
@@ -79,6 +79,15 @@ def recording_twin(module: fx.GraphModule, taps: Sequence[fx.Node]) -> fx.GraphM
     return over_same(module, graph)
 
 
+def taps_of(recording: fx.GraphModule) -> list[fx.Node]:
+    """Return the values that a recording twin outputs besides the results."""
+    results = recording.graph.output_node().args[0]
+    assert isinstance(results, (list, tuple)), "a graph without taps"
+    taps = results[1]
+    assert isinstance(taps, (list, tuple)), "a graph without taps"
+    return [tap for tap in taps if isinstance(tap, fx.Node)]
+
+
 def digest(module: fx.GraphModule, interface: Interface) -> str:
     """Return a hash of what the program computes, independent of node names.
 
@@ -94,10 +103,8 @@ def digest(module: fx.GraphModule, interface: Interface) -> str:
     for node in graph.nodes:
         if node.op == "placeholder":
             source = interface.inputs[str(node.target)]
-            tap_name = getattr(source, "tap", None)
-            if tap_name is not None:
-                changed: Any = {"tap": str(taps[tap_name])}
-                source = dataclasses.replace(source, **changed)
+            if isinstance(source, Tapped):
+                source = dataclasses.replace(source, tap=str(taps[source.tap]))
             lines.append(repr(source))
             continue
         args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")

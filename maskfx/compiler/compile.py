@@ -81,15 +81,9 @@ def compile_capture(
         try:
             records = run_passes(module.graph, ctx, passes, keep)
         except Unsupported as refused:
-            name, reason = origin(refused.node), refused.reason
             reasons.update(ctx.dense)
-            if isinstance(refused, NoRows):
-                reasons.setdefault(name, reason)
+            if not note_refusal(reasons, refused):
                 break
-            if reasons.get(name) == reason:
-                break
-            reasons[name] = reason
-            log.debug("runs dense: %s: %s", name, reason)
             continue
         except Exception as error:
             log.exception("the compiler failed; the denoiser runs dense")
@@ -112,6 +106,19 @@ def compile_capture(
             "one of these nodes may let the others follow"
         )
     return Compilation(capture, None, None, None, reasons, [], time.perf_counter() - start)
+
+
+def note_refusal(reasons: dict[str, str], refused: Unsupported) -> bool:
+    """Add a node that no rule narrows; return False if the passes needn't run again without it."""
+    name, reason = origin(refused.node), refused.reason
+    if isinstance(refused, NoRows):
+        reasons.setdefault(name, reason)
+        return False
+    if reasons.get(name) == reason:
+        return False
+    reasons[name] = reason
+    log.debug("runs dense: %s: %s", name, reason)
+    return True
 
 
 def origin(node: fx.Node) -> str:

@@ -7,15 +7,16 @@ state which rows belong together, so numbers of rows and requests stay free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from maskfx import ops
-from maskfx.compiler.build_program import recording_twin
+from maskfx.compiler.build_program import recording_twin, taps_of
 from maskfx.errors import CompileError
 from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import Program
@@ -43,8 +44,7 @@ def lower(program: Program) -> Program:
     """
     done = Lowering(program)
     originals = dict(zip(program.recording.graph.nodes, program.module.graph.nodes, strict=True))
-    outputs: Any = program.recording.graph.output_node().args[0]
-    taps = [done.values[originals[node]] for node in outputs[1]]
+    taps = [done.values[originals[node]] for node in taps_of(program.recording)]
     done.drop_unread(taps)
     module = LazyModule(program.module, done.graph)
     interface = replace(program.interface, inputs=done.inputs)
@@ -68,7 +68,7 @@ class Lowering:
         self.inputs: dict[str, Source] = {}
         self.values: dict[Node, Node] = {}
         self._places: dict[Source, Node] = {}
-        self._known: dict[tuple[Any, ...], Node] = {}
+        self._known: dict[Hashable, Node] = {}
         kinds = {tap.dtype for tap in self.interface.taps.values()}
         self.wide = torch.float64 if torch.float64 in kinds else torch.float32
         for node in program.module.graph.nodes:
@@ -115,7 +115,7 @@ class Lowering:
         """Return the source of an input of the old graph."""
         return self.interface.inputs[str(old.target)]
 
-    def call(self, target: Any, *args: Any) -> Node:
+    def call(self, target: OpOverload, *args: fx.node.Argument) -> Node:
         """Call an operator; the same call has one node."""
         key = (target, *(tuple(a) if isinstance(a, list) else a for a in args))
         if key not in self._known:
@@ -152,11 +152,11 @@ class Lowering:
         return self.call(aten.to.dtype, pairs, self.wide)
 
 
-Rule = Callable[[Lowering, dict[str, Any]], Node]
-RULES: dict[Any, Rule] = {}
+Rule = Callable[[Lowering, dict[str, object]], Node]
+RULES: dict[object, Rule] = {}
 
 
-def rule(target: Any) -> Callable[[Rule], Rule]:
+def rule(target: object) -> Callable[[Rule], Rule]:
     def noted(function: Rule) -> Rule:
         RULES[target] = function
         return function
@@ -164,7 +164,7 @@ def rule(target: Any) -> Callable[[Rule], Rule]:
     return noted
 
 
-def normalized(node: Node) -> dict[str, Any]:
+def normalized(node: Node) -> dict[str, object]:
     """Return the arguments of an operator by name."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
@@ -126,7 +125,7 @@ def piece_of(
     for node in group:
         if node.op != "output":
             copies[node] = graph.node_copy(node, here)
-    ends: Any = tuple(copies[node] for node in results)
+    ends: fx.node.Argument = tuple(copies[node] for node in results)
     last = group[-1]
     graph.output(fx.map_arg(last.args[0], here) if last.op == "output" else ends)
     graph.lint()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import fx
+from torch._C import FunctionSchema
 
 from maskfx import ops
 from maskfx.ir.lazy_module import LazyModule
@@ -80,7 +80,8 @@ def exchanges_of(graph: fx.Graph, interface: Interface) -> dict[int, Sent]:
     for node in graph.nodes:
         if "number" not in names_of(node):
             continue
-        number: Any = node.args[-1]
+        number = node.args[-1]
+        assert isinstance(number, int), node.format_node()
         sources = [interface.inputs.get(str(n.target)) for n in node.all_input_nodes]
         tables = [source for source in sources if isinstance(source, Exchanged | Merged)]
         values = MOMENTS if node.target is ops.peer_moments else SUMS
@@ -90,7 +91,7 @@ def exchanges_of(graph: fx.Graph, interface: Interface) -> dict[int, Sent]:
 
 def names_of(node: fx.Node) -> list[str]:
     """Return the names of an operator's arguments."""
-    schema: Any = getattr(node.target, "_schema", None)
+    schema: FunctionSchema | None = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None or not schema.name.startswith("maskfx::"):
         return []
     return [argument.name for argument in schema.arguments]

@@ -7,7 +7,6 @@ is first read. What follows the last stretch runs with it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch import fx
 
@@ -85,5 +84,5 @@ def segments_read(source: Source) -> Sequence[str]:
             return *before, *after
         case Pairs(value, queries, keys) | PairTable(value, queries, keys):
             return *value.lane.segments, *queries, *keys
-    found: Any = getattr(source, "segments", ())
+    found: Sequence[str] = getattr(source, "segments", ())
     return tuple(found)

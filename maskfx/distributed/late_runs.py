@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from maskfx.distributed.late_group import LateMember
+from maskfx.distributed.messages import PartResult
 from maskfx.distributed.partition import Partition
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.steps import AnyStep, LateExchange, SplitRun, late_exchange
@@ -94,7 +94,7 @@ class LateRuns:
         steps: Sequence[AnyStep],
         members: Members,
         divisions: Sequence[Division],
-        parts: Sequence[Any],
+        parts: Sequence[PartResult],
     ) -> None:
         """Note a step that succeeded.
 

@@ -6,10 +6,9 @@ what they exchange without asking each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,9 +63,9 @@ class RankLayout(Layout):
 
     partition: Partition = field(default_factory=lambda: Partition(((1.0,),)))
     rank: int = 0
-    _reads: dict[Any, Read] = field(default_factory=dict)
+    _reads: dict[Hashable, Read] = field(default_factory=dict)
     _own: dict[tuple[int, str], Tensor] = field(default_factory=dict)
-    _exchanges: dict[Any, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    _exchanges: dict[Hashable, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
     # Rows of a rank.
 
@@ -350,7 +349,7 @@ class RankLayout(Layout):
                 base += sites.count(old) if len(before) > 1 else 0
         return torch.cat(out)
 
-    def _share(self, member: int) -> Any:
+    def _share(self, member: int) -> Callable[[str], tuple[int, int]]:
         """Return a function that gives where this rank's share of a segment's rest lies."""
         sites = self.sites[member]
 
@@ -360,7 +359,7 @@ class RankLayout(Layout):
 
         return share
 
-    def _rest_part(self, member: int) -> Any:
+    def _rest_part(self, member: int) -> Callable[[str], Tensor]:
         sites, share = self.sites[member], self._share(member)
 
         def part(segment: str) -> Tensor:

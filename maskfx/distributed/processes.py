@@ -69,7 +69,7 @@ class RankProcess:
     def send(self, *question: object) -> None:
         self.child.channel.send(*pack(question))
 
-    def receive(self) -> tuple[Any, Exception | None]:
+    def receive(self) -> tuple[object, Exception | None]:
         found: tuple[Any, Exception | None] = unpack(self.child.channel.receive())
         return found
 
@@ -81,7 +81,7 @@ class RankProcess:
             self.runs.update(one.run for one in request.late if one is not None)
         for step in request.steps:
             if isinstance(step, EditStep):
-                cache: Any = step.cache
+                cache: object = step.cache
                 assert isinstance(cache, SentCache)
                 self.known.add(cache.number)
 
@@ -100,7 +100,7 @@ class Ranks:
     """
 
     def __init__(
-        self, held: tuple[Any, ...], count: int, backend: str, waits: Waits, folder: str
+        self, held: tuple[object, ...], count: int, backend: str, waits: Waits, folder: str
     ) -> None:
         self.held, self.count = held, count
         self.backend, self.waits, self.folder = backend, waits, folder
@@ -270,10 +270,10 @@ class Ranks:
                 processes.pop().child.end()
 
 
-def packed(held: tuple[Any, ...]) -> bytes:
+def packed(held: tuple[object, ...]) -> bytes:
     """Return the module and what belongs to it, once for each process: handles serve one."""
     try:
-        return bytes(ForkingPickler.dumps((bare(held[0]), *held[1:])))
+        return bytes(ForkingPickler.dumps((bare(held[0], hooks=False), *held[1:])))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise Unsendable(f"{type(held[0]).__name__}: {error}") from error
 

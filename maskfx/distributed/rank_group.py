@@ -118,7 +118,7 @@ class RankGroup:
         members: Sequence[Member],
         ranks: Sequence[int] | None = None,
         partition: Partition | None = None,
-    ) -> Any:
+    ) -> object:
         """Compute a batch, within a step of the denoiser; None if it can't be computed on ranks."""
         for _ in range(ATTEMPTS):
             if not self._divides(program, calls):
@@ -136,7 +136,7 @@ class RankGroup:
 
     def compute_whole(
         self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep], ranks: Sequence[int]
-    ) -> list[Any]:
+    ) -> list[object]:
         """Compute steps on one rank, dense ones by the module; if that can't be, here."""
         if not any(map(stays_here, steps)):
             # captured once, here, for all ranks

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -253,5 +252,4 @@ class RankPool:
         contents = None
         if number not in known:
             contents = cache if whole else changed(cache, rows={}, stats={}, sums={})
-        sent: Any = SentCache(number, contents)
-        return replace(step, cache=sent)
+        return replace(step, cache=SentCache(number, contents))  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from maskfx.compiler.capture.roles import Roles
 from maskfx.config import Settings
 from maskfx.distributed.late_group import HeldRows, LateGroup
 from maskfx.distributed.messages import (
@@ -69,7 +71,13 @@ class Rank:
                 return self.held.nbytes
         raise AssertionError(what)
 
-    def take(self, module: torch.nn.Module, settings: Settings, roles: Any, threads: int) -> None:
+    def take(
+        self,
+        module: torch.nn.Module,
+        settings: Settings,
+        roles: Mapping[str, Roles] | None,
+        threads: int,
+    ) -> None:
         torch.set_num_threads(threads)
         self.denoiser = CompiledDenoiser(module, settings, roles)
         self.programs = RankPrograms(settings)
@@ -141,7 +149,7 @@ class Rank:
             self.late.finish()
             self.late = None
 
-    def compute_whole(self, request: WholeRequest) -> list[Any]:
+    def compute_whole(self, request: WholeRequest) -> list[object]:
         assert self.denoiser is not None
         return compute_steps(self.denoiser, self._steps(request))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from maskfx.ir.program import Program
 from maskfx.ir.sources import Cached
 from maskfx.ops.exchange import Group, within
 from maskfx.runtime.backends.eager import Runner
-from maskfx.runtime.backends.graph_function import Fetch
+from maskfx.runtime.backends.graph_function import Run
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
@@ -53,7 +53,7 @@ class RankPrograms:
         self.frames: LruCache[Hashable, Frame] = LruCache(FRAMES)
         self.received: LruCache[Hashable, Origins] = LruCache(FRAMES)
         self._splits: dict[tuple[str, bool], SplitProgram | str] = {}
-        self._runners: dict[tuple[str, bool, bool], Callable[[Fetch], Any]] = {}
+        self._runners: dict[tuple[str, bool, bool], Run] = {}
 
     def split(self, program: Program, keys_by_rank: bool) -> SplitProgram | str:
         """Return a program's graphs for a rank, or why they can't be split."""

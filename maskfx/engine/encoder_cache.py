@@ -10,15 +10,14 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from maskfx.engine.placement import RemoteModule, parts_around
+from maskfx.engine.placement import RemoteModule, Run, parts_around
 from maskfx.errors import InputError
 from maskfx.ir.module_settings import settings_of
 from maskfx.pipelines.lora import adapters_of
@@ -29,7 +28,6 @@ from maskfx.runtime.weights import WeightChange, Weights
 ENCODERS = ("encode", "encode_image", "forward", "__call__")
 
 Key = tuple[int, str]
-Run = Callable[[Any, str, tuple[object, ...], Mapping[str, object]], object]
 
 
 class EncoderCache:
@@ -59,7 +57,7 @@ class EncoderCache:
 
     def ask(
         self,
-        run: Run,
+        run: Run[nn.Module],
         part: nn.Module,
         method: str,
         args: tuple[object, ...],

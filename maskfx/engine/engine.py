@@ -13,31 +13,29 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import TypeVar
 
 from maskfx.engine.admission import Admission
 from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest
-from maskfx.engine.encoder_cache import EncoderCache
-from maskfx.engine.own_pipeline import copy_over
+from maskfx.engine.own_pipeline import OwnPipelines
 from maskfx.engine.placement import InRequestThreads, Placement
 from maskfx.engine.round_policy import RoundPolicy
 from maskfx.engine.round_runner import RoundRunner
 from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.step_runner import Step, StepRunner
 from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState, Told
-from maskfx.engine.turns import Turns
 from maskfx.errors import Closed, InputError
-from maskfx.pipelines.alterations import alters_modules
-from maskfx.pipelines.compile import KEPT, pipeline_state_of, read_ahead, template
+from maskfx.pipelines.compile import pipeline_state_of, read_ahead, template
 from maskfx.pipelines.late_lora import Loras
+from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.run import DenoiserCall
-from maskfx.pipelines.waiting import LOOK, Wait
+from maskfx.pipelines.waiting import LOOK
 from maskfx.runtime.cpu_threads import give_back, settle, share_cores
-from maskfx.runtime.reuse.patch_calls import PatchCounts
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")  # a pipeline
 
 REMEMBER = 64 << 20
 ENDED = "the engine is closed; make another one"
@@ -90,12 +88,12 @@ class Engine:
             raise InputError("Engine: rounds= shares ranks between requests: give ranks=2 or more")
         self.waiting = waiting or BatchPolicy()
         self._outside = outside or InRequestThreads()
-        self._remembered = EncoderCache(remember)
         self.runner = StepRunner(OwnProcesses.of(own_process), ranks, told)
         self._changed = threading.Condition()
-        self._tokenizing = threading.RLock()
         self._requests = Admission(running, queue, self._changed)
-        self._turns = Turns()
+        self._pipelines = OwnPipelines(
+            self._requests, self.runner, self._outside, remember, self._park
+        )
         self._parked: list[ParkedCalls] = []
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="maskfx-read-ahead")
         self._errands: deque[Callable[[], None]] = deque()
@@ -110,7 +108,7 @@ class Engine:
 
     def submit(
         self,
-        pipe: object,
+        pipe: Pipeline,
         *args: object,
         deadline: float | None = None,
         user: str = "",
@@ -138,7 +136,7 @@ class Engine:
         return ticket
 
     def _read_ahead(
-        self, ticket: Ticket, pipe: object, args: tuple[object, ...], given: dict[str, object]
+        self, ticket: Ticket, pipe: Pipeline, args: tuple[object, ...], given: dict[str, object]
     ) -> None:
         """Read the template of a request that still waits from disk."""
         if ticket.state is TicketState.QUEUED:
@@ -146,20 +144,23 @@ class Engine:
 
     def record(
         self,
-        pipe: object,
+        pipe: Pipeline,
         *args: object,
         deadline: float | None = None,
         user: str = "",
         told: Told | None = None,
-        **given: Any,
+        lora: Loras = None,
+        **given: object,
     ) -> Ticket:
         """Queue `maskfx.template(pipe, ...)`, whose steps are batched with other requests'."""
-        return self._queue(pipe, lambda own: template(own, *args, **given), deadline, user, told)
+        return self._queue(
+            pipe, lambda own: template(own, *args, lora=lora, **given), deadline, user, told
+        )
 
     def _queue(
         self,
-        pipe: object,
-        work: Callable[[Any], object],
+        pipe: T,
+        work: Callable[[T], object],
         deadline: float | None,
         user: str,
         told: Told | None,
@@ -167,7 +168,7 @@ class Engine:
         pipeline_state_of(pipe)
         due = inf if deadline is None else time.perf_counter() + deadline
         ticket = Ticket(lambda: None, due, user, told)
-        ticket.work = lambda: self._in_turn(pipe, ticket, work)
+        ticket.work = lambda: self._pipelines.run(pipe, ticket, work)
         with self._changed:
             if self._closing:
                 raise Closed(ENDED)
@@ -361,32 +362,6 @@ class Engine:
             with self._changed:
                 self._requests.leave(ticket)
                 self._changed.notify_all()
-
-    def _in_turn(self, pipe: object, ticket: Ticket, work: Callable[[Any], object]) -> object:
-        """Run a request's code, alone if it changes settings of the denoisers meanwhile."""
-        state = pipeline_state_of(pipe)
-        modules = [denoiser.module for denoiser in state.denoisers.values()]
-        with self._turns.of(modules, alters_modules(pipe), self._wait_of(ticket)):
-            return work(self._own(pipe, ticket))
-
-    def _wait_of(self, ticket: Ticket) -> Wait:
-        return lambda waiting: self._requests.step_aside(ticket, waiting)
-
-    def _own(self, pipe: object, ticket: Ticket) -> Any:
-        """Return the pipeline of one request, whose calls wait for the engine's steps."""
-        own = copy_over(pipe, self._tokenizing)
-        state = pipeline_state_of(pipe)
-        ticket.patches = PatchCounts(whole=state.patches)
-        own.__dict__[KEPT] = replace(
-            state,
-            patches=ticket.patches,
-            execute=lambda calls: self._park(own, ticket, calls),
-            wait=self._wait_of(ticket),
-        )
-        self.runner.adopt(ticket, state.denoisers)
-        self._outside.adopt(own, state.denoisers)
-        self._remembered.adopt(own, state.denoisers)
-        return own
 
     def _park(self, pipe: object, ticket: Ticket, calls: list[DenoiserCall]) -> None:
         """Submit these calls and block until a step has executed them."""

@@ -90,7 +90,7 @@ class HelperProcess:
     ) -> Any:
         return self._ask("call", key, method, threads, args, kwargs)
 
-    def _ask(self, *question: object) -> Any:
+    def _ask(self, *question: object) -> object:
         """Return the answer of the process, or raise its error.
 
         After any other error it isn't usable: the next caller would get this one's answer.
@@ -234,7 +234,7 @@ class HelperProcesses:
 
     def _run_here(
         self, part: object, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Any:
+    ) -> object:
         with torch.no_grad():
             return self._here.run(part, method, args, kwargs)
 

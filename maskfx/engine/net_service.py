@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from maskfx.engine.step_process import StepProcess
 from maskfx.pipelines.computed_sites import sites_of
@@ -79,7 +78,7 @@ class NetService:
         pairs = [replica.traffic for replica in self.replicas]
         return sum(sent for sent, _ in pairs), sum(received for _, received in pairs)
 
-    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
+    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[object]:
         """Compute steps of denoisers that compute the same as `denoiser`."""
         self.steps += 1
         with self._room(self) as resident:
@@ -104,7 +103,7 @@ class NetService:
             replica.stop()
         self._folder.cleanup()
 
-    def _run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
+    def _run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[object]:
         if len(self.replicas) == 1:
             return self.replicas[0].run(denoiser, steps)
         costs = [float(sites_of(step, lambda mask: int(mask.sum()))[0]) for step in steps]
@@ -113,12 +112,12 @@ class NetService:
 
     def _divided(
         self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep], chosen: Sequence[int]
-    ) -> list[Any]:
+    ) -> list[object]:
         """Compute each step in the replica chosen for it, the replicas at the same time."""
         parts = {r: [i for i, one in enumerate(chosen) if one == r] for r in sorted(set(chosen))}
         if len(parts) == 1:
             return self.replicas[chosen[0]].run(denoiser, steps)
-        results: list[Any] = [None] * len(steps)
+        results: list[object] = [None] * len(steps)
         with ThreadPoolExecutor(len(parts), thread_name_prefix="maskfx-step") as threads:
             begun = {
                 r: threads.submit(self.replicas[r].run, denoiser, [steps[i] for i in own])

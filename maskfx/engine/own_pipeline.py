@@ -1,19 +1,85 @@
-"""Copies of a pipeline for the requests of an engine."""
+"""OwnPipelines: the pipeline of each request of an engine, a copy over the same modules."""
 
 from __future__ import annotations
 
 import copy
 import threading
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
 
+from maskfx.engine.admission import Admission
+from maskfx.engine.encoder_cache import EncoderCache
+from maskfx.engine.placement import Placement
+from maskfx.engine.step_runner import StepRunner
+from maskfx.engine.ticket import Ticket
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
+from maskfx.engine.turns import Turns
+from maskfx.pipelines.alterations import alters_modules
+from maskfx.pipelines.compile import KEPT, pipeline_state_of
 from maskfx.pipelines.pipeline import is_inner
+from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.schedule import is_scheduler
+from maskfx.pipelines.waiting import Wait
+from maskfx.runtime.reuse.patch_calls import PatchCounts
+
+T = TypeVar("T")  # a pipeline
 
 
-def copy_over(
-    pipe: object, tokenizing: threading.RLock, copied: dict[int, Any] | None = None
-) -> Any:
+class OwnPipelines:
+    """Makes the pipelines of requests, and runs a request's code over its own one.
+
+    Args:
+        requests: The requests of the engine.
+        runner: Computes the steps of their denoisers.
+        outside: Where the encoders, VAE and image codecs run.
+        remember: Bytes of encoder outputs to cache.
+        park: Hands the denoiser calls of a request's pipeline to the engine's loop, and returns
+            when a step has computed them.
+    """
+
+    def __init__(
+        self,
+        requests: Admission,
+        runner: StepRunner,
+        outside: Placement,
+        remember: int,
+        park: Callable[[object, Ticket, list[DenoiserCall]], None],
+    ) -> None:
+        self._requests, self._runner, self._outside = requests, runner, outside
+        self._remembered = EncoderCache(remember)
+        self._park = park
+        self._tokenizing = threading.RLock()
+        self._turns = Turns()
+
+    def run(self, pipe: T, ticket: Ticket, work: Callable[[T], object]) -> object:
+        """Run a request's code, alone if it changes settings of the denoisers meanwhile."""
+        state = pipeline_state_of(pipe)
+        modules = [denoiser.module for denoiser in state.denoisers.values()]
+        with self._turns.of(modules, alters_modules(pipe), self._wait_of(ticket)):
+            return work(self.own(pipe, ticket))
+
+    def own(self, pipe: T, ticket: Ticket) -> T:
+        """Return the pipeline of one request, whose calls wait for the engine's steps."""
+        own = copy_over(pipe, self._tokenizing)
+        state = pipeline_state_of(pipe)
+        ticket.patches = PatchCounts(whole=state.patches)
+        own.__dict__[KEPT] = replace(
+            state,
+            patches=ticket.patches,
+            execute=lambda calls: self._park(own, ticket, calls),
+            wait=self._wait_of(ticket),
+        )
+        self._runner.adopt(ticket, state.denoisers)
+        self._outside.adopt(own, state.denoisers)
+        self._remembered.adopt(own, state.denoisers)
+        return own
+
+    def _wait_of(self, ticket: Ticket) -> Wait:
+        return lambda waiting: self._requests.step_aside(ticket, waiting)
+
+
+def copy_over(pipe: T, tokenizing: threading.RLock, copied: dict[int, object] | None = None) -> T:
     """Return a copy over the same modules, with schedulers and processors of its own.
 
     Pipelines that it runs are copied too.

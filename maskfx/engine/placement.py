@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from maskfx.runtime.cpu_threads import beside, computing_with, taken
 from maskfx.runtime.sendable import on_cpu
 
 METHODS = ("forward", "encode", "decode", "preprocess", "postprocess", "encode_image")
+
+Part = TypeVar("Part")  # a component of a pipeline
+Run = Callable[[Part, str, tuple[object, ...], Mapping[str, object]], object]  # calls its method
 
 
 class StepLoop(Protocol):
@@ -72,14 +75,14 @@ class InRequestThreads:
 
     def run(
         self, part: object, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Any:
+    ) -> object:
         threads = spared(self.engine)
         with beside(threads), computing_with(threads):
             return getattr(part, method)(*args, **kwargs)
 
     def _on_device(
         self, part: nn.Module, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Any:
+    ) -> object:
         with decoding[device_of(part)] if method == "decode" else nullcontext():
             return getattr(part, method)(*args, **kwargs)
 
@@ -87,11 +90,7 @@ class InRequestThreads:
 class RemoteModule:
     """Proxy of a pipeline component: dispatches `METHODS` to `run`, forwards all other access."""
 
-    def __init__(
-        self,
-        part: object,
-        run: Callable[[Any, str, tuple[object, ...], Mapping[str, object]], object],
-    ) -> None:
+    def __init__(self, part: Part, run: Run[Part]) -> None:
         self.__dict__.update(maskfx_part=part, maskfx_run=run)
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +102,7 @@ class RemoteModule:
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self.maskfx_part, name, value)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.maskfx_run(self.maskfx_part, "__call__", args, kwargs)
 
     @property  # type: ignore[misc]
@@ -157,7 +156,7 @@ class InEngineLoop:
 
     def _run(
         self, part: object, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Any:
+    ) -> object:
         if adapters_of(part) is not None:  # they act in the request's thread
             return getattr(part, method)(*args, **kwargs)
         box: list[tuple[object, BaseException | None]] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -52,7 +51,11 @@ class ServedDenoiser:
         self.tensors = TensorHolder(name)
 
     def __reduce__(self) -> tuple[type[ServedDenoiser], tuple[object, Settings, int]]:
-        return ServedDenoiser, (bare(self.denoiser.module), self.denoiser.settings, self.name)
+        return ServedDenoiser, (
+            bare(self.denoiser.module, hooks=False),
+            self.denoiser.settings,
+            self.name,
+        )
 
     def compute(self, message: Packed, dropped: Dropped) -> Packed:
         """Compute steps; return results whose edits are the computed rows only.
@@ -71,13 +74,15 @@ class ServedDenoiser:
         recorded: set[int] = set()
         for step, result in zip(steps, results, strict=True):
             if isinstance(step, RecordStep):
+                assert isinstance(result, tuple), "an output and a recording"
                 recorded |= tensor_ids(result[1])
         return self.tensors.pack(list(results), recorded)
 
     def _with_layers(self, adapters: Updates) -> Updates:
         found = []
         for one in adapters:
-            sent: Any = one.layers
+            sent: object = one.layers
+            assert isinstance(sent, SentLayers)
             if sent.contents is not None:
                 self.layers[sent.number] = sent.contents
             if sent.number not in self.layers:

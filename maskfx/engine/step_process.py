@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
@@ -29,7 +28,7 @@ from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Layers, WeightedLayers
 from maskfx.runtime.sent_cache import SentCache
-from maskfx.runtime.shared_tensors import TensorSender
+from maskfx.runtime.shared_tensors import Packed, TensorSender
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep, without_late
 from maskfx.runtime.tensor_transport import Unsendable
@@ -94,7 +93,7 @@ class StepProcess:
         """Return True for an edit whose recording is in the process."""
         return isinstance(step, EditStep) and step.cache in self._numbers
 
-    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
+    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[object]:
         """Compute steps in the process; if that can't be, in this one, by `denoiser`.
 
         Steps that replace the rows they read are computed here, where these rows are.
@@ -156,7 +155,7 @@ class StepProcess:
                 log.warning("no process for a denoiser's steps: %s", error)
         return self._process
 
-    def _ask(self, process: HelperProcess, steps: Sequence[AnyStep]) -> list[Any]:
+    def _ask(self, process: HelperProcess, steps: Sequence[AnyStep]) -> list[object]:
         first = DENOISER not in process.parts
         if self.seconds is not None:
             process.child.channel.limit(self.seconds + (START_SECONDS if first else 0))
@@ -177,7 +176,8 @@ class StepProcess:
         try:
             message = self._tensors.pack(sent)
             answer = process.run(DENOISER, "compute", (message, gone), {}, self.threads)
-            results: list[Any] = self._tensors.unpack(answer)
+            assert isinstance(answer, Packed)
+            results: list[object] = self._tensors.unpack(answer)
         except BaseException:  # whether they have arrived isn't known
             for cache in fresh:
                 self._numbers.pop(cache, None)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from maskfx.errors import Cancelled, DeadlineMissed
 from maskfx.ir.level_shares import MaskWork
@@ -19,6 +19,8 @@ from maskfx.runtime.reuse.patch_calls import PatchCounts
 from maskfx.runtime.step_kinds import StepKind
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class TicketState(Enum):
@@ -160,7 +162,7 @@ class ParkedCalls:
         return StepMember(self.calls[-1].kind, samples, sites, whole, first, work)
 
 
-def tell(told: Callable[[Any], None], what: object) -> None:
+def tell(told: Callable[[T], None], what: T) -> None:
     """Call a step callback; log its exception, which must not end the engine's loop."""
     try:
         told(what)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class OneAtATime:
@@ -26,7 +29,7 @@ class OneAtATime:
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self.maskfx_part, name, value)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._alone(self.maskfx_part)(*args, **kwargs)
 
     def __len__(self) -> int:
@@ -36,8 +39,8 @@ class OneAtATime:
     def __class__(self) -> type:
         return type(self.maskfx_part)
 
-    def _alone(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def alone(*args: object, **kwargs: object) -> Any:
+    def _alone(self, method: Callable[P, R]) -> Callable[P, R]:
+        def alone(*args: P.args, **kwargs: P.kwargs) -> R:
             with self.maskfx_lock:
                 return method(*args, **kwargs)
 

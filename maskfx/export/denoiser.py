@@ -127,16 +127,16 @@ class ExportedCapture(Capture):
     """A capture whose graph is in a file: no comparison with the module decides what it serves."""
 
     def serves(
-        self, module: nn.Module, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes
+        self, module: nn.Module, spec: pytree.TreeSpec, values: Sequence[object], sizes: Sizes
     ) -> bool:
         same = spec == self.in_spec and self.fits(values) and self._same_frozen(sizes)
         return same and not self._decides_otherwise(values)
 
-    def fits(self, values: Sequence[Any]) -> bool:
+    def fits(self, values: Sequence[object]) -> bool:
         """Return True if constants and sizes without a role are those of the capture."""
         return not self._other_constants(values) and not self._other_features(values)
 
-    def named_constants(self) -> dict[str, Any]:
+    def named_constants(self) -> dict[str, object]:
         return {self.leaves[index].path: value for index, value in self.constants.items()}
 
 
@@ -154,11 +154,13 @@ class ExportedPrograms(ProgramCache):
         self._add(self._only)
 
     def _taken(
-        self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec, single: bool
+        self, inputs: dict[str, object], values: list[object], spec: pytree.TreeSpec, single: bool
     ) -> Compilation | None:
         return None
 
-    def _compile(self, inputs: dict[str, Any], values: list[Any], single: bool) -> Compilation:
+    def _compile(
+        self, inputs: dict[str, object], values: list[object], single: bool
+    ) -> Compilation:
         paths, _, spec = roles_.flatten(inputs)
         capture = Capture(
             module=None,
@@ -173,11 +175,11 @@ class ExportedPrograms(ProgramCache):
         return Compilation(capture, None, None, None, {"capture": reason})
 
     def _proven(
-        self, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec
+        self, compilation: Compilation, values: list[object], spec: pytree.TreeSpec
     ) -> Compilation:
         return super()._proven(compilation, values, spec) if self._compares else compilation
 
-    def _marked(self, compilation: Compilation, inputs: dict[str, Any]) -> MarkedGraph | None:
+    def _marked(self, compilation: Compilation, inputs: dict[str, object]) -> MarkedGraph | None:
         return None
 
 

@@ -17,6 +17,7 @@ from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts
 from maskfx.export.manifest import FORMAT, check
 from maskfx.export.value_tables import Item, ValueTables, dtype_name, slug
+from maskfx.ir.json_values import Json
 from maskfx.ir.program import Interface
 from maskfx.ir.pyramid import Level
 
@@ -147,7 +148,7 @@ def hint(value: object) -> int | float:
     return found if isinstance(found, int | float) else 0
 
 
-def plain(value: object) -> Any:
+def plain(value: object) -> Json:
     """Return a constant argument as JSON: as it is, or as its text."""
     match value:
         case None | bool() | int() | float() | str():

@@ -25,12 +25,12 @@ from maskfx.export.weight_files import WeightFiles
 from maskfx.export.write_denoiser import DENOISER, Exported, write_denoiser
 from maskfx.ir.values import has_meta
 from maskfx.pipelines.compile import is_compiled, pipeline_state_of
-from maskfx.pipelines.pipeline import is_pipeline
+from maskfx.pipelines.pipeline import Pipeline, is_pipeline
 from maskfx.runtime.denoiser import CompiledDenoiser
 
 
 def export(
-    model: Any,
+    model: nn.Module | CompiledDenoiser | Pipeline,
     path: str | Path,
     *,
     format: str = "onnx",
@@ -82,7 +82,7 @@ def export(
 
 
 def export_whole(
-    model: Any,
+    model: object,
     path: Path,
     options: Options,
     inputs: Mapping[str, Any] | None = None,
@@ -159,7 +159,7 @@ def lay_out(parts: Mapping[str, Path], folder: Path, options: Options) -> None:
 
 
 def as_denoiser(
-    model: object, example_inputs: Mapping[str, Any] | None, options: Options
+    model: object, example_inputs: Mapping[str, object] | None, options: Options
 ) -> CompiledDenoiser:
     """Return the model as a denoiser that has been compiled for some call."""
     if isinstance(model, CompiledDenoiser):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -159,7 +158,7 @@ def argument_inputs(capture: Capture) -> dict[str, GraphInput]:
 
 def node_value(node: fx.Node) -> Tensor:
     """Return a node's value at capture, or the weight that it reads."""
-    value: Any = node.meta.get("val")
+    value = node.meta.get("val")
     if value is None and node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(node.graph.owning_module)
     assert isinstance(value, Tensor), f"{node.name} holds no tensor"
@@ -173,5 +172,8 @@ def known_shape(value: Tensor) -> tuple[int | None, ...]:
 
 def outputs_of(module: fx.GraphModule) -> Sequence[fx.Node]:
     """Return the nodes of a graph's results."""
-    results: Any = next(n for n in module.graph.nodes if n.op == "output").args[0]
-    return tuple(results)
+    (results,) = module.graph.output_node().args
+    assert isinstance(results, (list, tuple)), "a graph returns a sequence"
+    nodes = [one for one in results if isinstance(one, fx.Node)]
+    assert len(nodes) == len(results), "a graph returns values that it computes"
+    return nodes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from maskfx.export.manifest import Document
 from maskfx.export.torch_tensorrt import SUFFIX
 from maskfx.ir.program import Program
 from maskfx.runtime.backends.graph_files import GraphFile, open_graph
-from maskfx.runtime.backends.graph_function import Fetch
+from maskfx.runtime.backends.graph_function import Fetch, Run
 
 ENDINGS = {"onnx": ".onnx", "aoti": ".aoti.pt2", "torch_tensorrt": SUFFIX, "pt2": ".pt2"}
 PARTS_WITH = {"record": "record or all", "dense": "dense or all"}
@@ -56,7 +56,7 @@ class GraphSet:
             self._open[name] = open_graph(kind, self.directory / file)
         return self._open[name](self._checked(name, inputs))
 
-    def runner(self, program: Program, recording: bool) -> Callable[[Fetch], Any]:
+    def runner(self, program: Program, recording: bool) -> Run:
         """Return what runs a program's graph, as `BatchExecutor` wants it."""
         names, results = list(program.interface.inputs), len(program.interface.outputs)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -24,7 +23,7 @@ from maskfx.compiler.lower import lower
 from maskfx.compiler.real_inputs import with_real_inputs
 from maskfx.compiler.rows_export import blank_inputs, export_rows
 from maskfx.errors import InputError
-from maskfx.export.graph_facts import GraphFacts, compiled_graphs
+from maskfx.export.graph_facts import GraphFacts, compiled_graphs, outputs_of
 from maskfx.ir.lanes import module_path, shape_hint
 from maskfx.ir.program import Program
 from maskfx.ir.sources import Lines
@@ -128,7 +127,7 @@ def with_inputs(graph: fx.GraphModule, names: Collection[str], capture: Capture)
     constants, arguments = capture.constants, arguments_of(capture)
     numbers = {str(n.target) for n in arguments if isinstance(n.meta.get("val"), torch.SymInt)}
     made = fx.Graph()
-    values: dict[fx.Node, Any] = {}
+    values: dict[fx.Node, fx.node.Argument] = {}
     places = graph.graph.find_nodes(op="placeholder")
     for index, node in enumerate(places):
         name = str(node.target)
@@ -184,7 +183,7 @@ def graph_of(compilation: Compilation, name: str, facts: GraphFacts) -> Graph:
 class RowsGraph(Graph):
     """The graph of a program, whose inputs are rows."""
 
-    program: Any = None
+    program: Program
 
     def exported(self) -> ExportedProgram:
         return export_rows(self.program, self.module, self.example)
@@ -221,8 +220,8 @@ def first_results(program: ExportedProgram, count: int) -> ExportedProgram:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(program.graph, copies)
-    places: Any = program.graph.output_node().args[0]
-    graph.output(tuple(copies[place] for place in places[:count]))
+    places = outputs_of(program.graph_module)[:count]
+    graph.output(tuple(copies[place] for place in places))
     graph.eliminate_dead_code()
     root = program.module_call_graph[0]
     assert root.signature is not None, "torch.export describes the whole graph first"

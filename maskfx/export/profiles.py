@@ -191,7 +191,7 @@ class Profile:
     def _sites(self, sizes: Mapping[str, int]) -> int:
         return sizes["y"] * sizes["x"] if "y" in sizes else sizes["tokens"]
 
-    def _call_size(self, dimension: Mapping[str, Any], end: str) -> int | None:
+    def _call_size(self, dimension: Mapping[str, object], end: str) -> int | None:
         batch = int(getattr(self.requests, end))
         sizes = {**self._sizes(end), "batch": batch}
         return call_size(dimension, Sites(self.layout, sizes, None), batch)

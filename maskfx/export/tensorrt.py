@@ -10,17 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from maskfx.errors import CompileError, InputError, MissingRequest
 from maskfx.export.manifest import read_manifest, write_manifest
 from maskfx.export.profiles import Profile, Range
 
+if TYPE_CHECKING:
+    import tensorrt_rtx
+
 PACKAGE = "tensorrt_rtx"
 ENGINES, SUFFIX = "tensorrt", ".engine"  # the format's name, and its files' ending
 
 
-def import_tensorrt() -> Any:
+def import_tensorrt() -> ModuleType:
     """Return the module of TensorRT-RTX; raise MissingRequest that names the extra."""
     try:
         return import_module(PACKAGE)
@@ -81,7 +85,7 @@ def build_engine(
     engine.write_bytes(built)
 
 
-def allow_decomposition(trt: Any, network: Any) -> None:
+def allow_decomposition(trt: ModuleType, network: tensorrt_rtx.INetworkDefinition) -> None:
     """Let attention become several operators where TensorRT has no kernel for its type or width."""
     for number in range(network.num_layers):
         layer = network.get_layer(number)
@@ -90,7 +94,12 @@ def allow_decomposition(trt: Any, network: Any) -> None:
             layer.attention.decomposable = True
 
 
-def shapes_of(builder: Any, network: Any, graph: Mapping[str, Any], profile: Profile) -> Any:
+def shapes_of(
+    builder: tensorrt_rtx.Builder,
+    network: tensorrt_rtx.INetworkDefinition,
+    graph: Mapping[str, Any],
+    profile: Profile,
+) -> tensorrt_rtx.IOptimizationProfile:
     """Return TensorRT's profile: the least, usual and greatest shape of each input."""
     described = {value["name"]: value for value in graph["inputs"]}
     shapes = builder.create_optimization_profile()
@@ -107,11 +116,11 @@ def shapes_of(builder: Any, network: Any, graph: Mapping[str, Any], profile: Pro
 class Problems:
     """Keeps TensorRT's warnings and errors, for messages."""
 
-    def __init__(self, trt: Any) -> None:
+    def __init__(self, trt: ModuleType) -> None:
         kept: list[str] = []
 
-        class Logger(trt.ILogger):  # type: ignore[misc]
-            def log(self, severity: Any, text: str) -> None:
+        class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
+            def log(self, severity: tensorrt_rtx.ILogger.Severity, text: str) -> None:
                 if severity <= trt.ILogger.Severity.ERROR:
                     kept.append(text)
 

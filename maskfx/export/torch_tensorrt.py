@@ -8,10 +8,11 @@ NVIDIA's own package index. Engines are for one type of GPU.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.export import ExportedProgram
@@ -20,12 +21,15 @@ from maskfx.errors import InputError, MissingRequest
 from maskfx.export.manifest import read_manifest, write_manifest
 from maskfx.export.profiles import Profile, Range
 
+if TYPE_CHECKING:
+    import torch_tensorrt
+
 COMPILED, SUFFIX = "torch_tensorrt", ".trt.pt2"  # the format's name, and its files' ending
 OWN = ("exported_program", "inputs", "arg_inputs", "kwarg_inputs")  # settings that maskfx gives
 FORMATS = {"pt2": "exported_program", "aoti": "aot_inductor"}  # what `save` calls its formats
 
 
-def import_torch_tensorrt() -> Any:
+def import_torch_tensorrt() -> ModuleType:
     """Return the module torch_tensorrt; raise MissingRequest that names the extra."""
     try:
         return import_module("torch_tensorrt")
@@ -84,7 +88,7 @@ def write_compiled(
     )
 
 
-def check_settings(compiles: Any, settings: Mapping[str, Any]) -> None:
+def check_settings(compiles: Callable[..., object], settings: Mapping[str, object]) -> None:
     """Raise InputError for settings that this version of Torch-TensorRT doesn't have."""
     parameters = inspect.signature(compiles).parameters.values()
     known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in OWN]
@@ -93,7 +97,9 @@ def check_settings(compiles: Any, settings: Mapping[str, Any]) -> None:
         raise InputError(f"torch_tensorrt: it has no settings {unknown}; it has {known}")
 
 
-def input_of(package: Any, profile: Profile, value: Mapping[str, Any]) -> Any:
+def input_of(
+    package: ModuleType, profile: Profile, value: Mapping[str, Any]
+) -> torch_tensorrt.Input:
     """Return an input's ranges and type as Torch-TensorRT takes them."""
     least, usual, most = profile.shapes(value["dims"])
     dtype, name = getattr(torch, value["dtype"]), value["name"]

@@ -73,7 +73,7 @@ def verdicts(
 
     wanted = pytree.tree_leaves(module(**given()))
 
-    def verdict(graph: str, found: Any) -> Verdict:
+    def verdict(graph: str, found: object) -> Verdict:
         apart = [difference(a, b) for a, b in zip(pytree.tree_leaves(found), wanted, strict=True)]
         bound = max(BOUNDS.get(t.dtype, ROUNDED) for t in wanted)
         return Verdict(graph, sizes, max(apart), bound)
@@ -99,7 +99,7 @@ def difference(found: Tensor, wanted: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-12))
 
 
-def example_arguments(capture: Capture, shapes: Sequence[Sequence[int]]) -> dict[str, Any]:
+def example_arguments(capture: Capture, shapes: Sequence[Sequence[int]]) -> dict[str, object]:
     """Return random arguments of these shapes, and the constants of the capture."""
     assert capture.module is not None
     draw = torch.Generator().manual_seed(0)

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
+from torch.types import IntLikeType
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ def shape_hint(value: torch.Tensor) -> list[int]:
     return [int_hint(s) for s in value.shape]
 
 
-def int_hint(size: Any) -> int:
+def int_hint(size: IntLikeType) -> int:
     """Return a size at capture; a symbolic size returns its hint, without adding a guard."""
     if isinstance(size, torch.SymInt):
         if size.node.hint is None:

@@ -54,7 +54,7 @@ class LateTensor(Tensor):
         return func(*args, **kwargs)
 
 
-def wait_for(value: object) -> Any:
+def wait_for(value: object) -> object:
     """Return a late tensor's numbers as a tensor, and any other value as it is."""
     return value.value() if isinstance(value, LateTensor) else value
 

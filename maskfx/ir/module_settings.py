@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 from torch import nn
+
+from maskfx.ir.callables import hooks_of, is_called, is_plain, lines_of
 
 
 def settings_of(module: nn.Module) -> str:
     """Return a digest of a module's plain values: scales of adapters, switches, names.
 
-    Callables of its parts that aren't modules, such as attention processors, hold some too. The
-    code that computes the module contains them as constants, so a captured graph is valid for these
-    values only.
+    Callables of its parts that aren't modules, such as attention processors, hold some too, and the
+    hooks of its parts are functions that a graph contains. The code that computes the module has
+    all of them as constants, so a captured graph is valid for these values only. The module's own
+    hooks aren't among them: they act on its calls.
     """
     found = hashlib.sha256()
     for name, part in module.named_modules():
@@ -25,9 +29,11 @@ def settings_of(module: nn.Module) -> str:
             found.update(line.encode())
         for key, value in vars(part).items():
             if not key.startswith("_") and is_called(value):
-                found.update(f"{key}: {name_of(value)}".encode())
-                for line in state_of(value):
+                for line in (f"{key}:", *lines_of(value), *state_of(value)):
                     found.update(line.encode())
+        for hooks in hooks_of(part) if name else ():
+            for line in (line for hook in hooks.values() for line in lines_of(hook)):
+                found.update(f"hook {line}".encode())
     return found.hexdigest()
 
 
@@ -70,6 +76,8 @@ class SeenValues:
         other = [slot for slot in slots if not is_plain(slot[0][slot[1]])]
         self._plain, self._other = columns(plain), columns(other)
         self._sizes = list(map(len, self._places))
+        self._hooks = [hooks for part in self._parts[1:] for hooks in hooks_of(part)]
+        self._hooked = list(self._hooking())
         self._values = copy.deepcopy(list(map(dict.get, *self._plain)))
         self._types = list(map(type, self._values))  # 1 equals True
         self._objects = list(map(dict.get, *self._other))  # held, so that identities stay theirs
@@ -84,9 +92,14 @@ class SeenValues:
                 or list(map(id, map(dict.get, *self._other))) != self._identities
                 or list(map(type, map(dict.get, *self._plain))) != self._types
                 or list(map(dict.get, *self._plain)) != self._values
+                or list(self._hooking()) != self._hooked
             )
         except (RuntimeError, ValueError):  # an array in place of a plain value
             return True
+
+    def _hooking(self) -> Iterator[Any]:
+        """Return the hooks of all parts."""
+        return chain.from_iterable(map(dict.values, self._hooks))
 
     def restore(self) -> None:
         """Set what isn't a plain value, and switches, as they were."""
@@ -104,7 +117,9 @@ def is_read(key: str, value: object) -> bool:
     return not key.startswith("_") or (not key.startswith("__") and (empty or is_switch(value)))
 
 
-def columns(slots: list[tuple[dict[str, Any], str]]) -> tuple[list[dict[str, Any]], list[str]]:
+def columns(
+    slots: list[tuple[dict[str, object], str]],
+) -> tuple[list[dict[str, object]], list[str]]:
     return [part for part, _ in slots], [key for _, key in slots]
 
 
@@ -129,7 +144,7 @@ class Switches:
         """Return True if one has another value than at first."""
         return self._now() != self._known
 
-    def _now(self) -> list[Any]:
+    def _now(self) -> list[object]:
         return list(map(dict.get, self._parts, self._keys))
 
     @contextmanager
@@ -146,6 +161,28 @@ class Switches:
                 part[key] = now
 
 
+class RunSettings:
+    """The settings of a module during one run that captures are valid for.
+
+    Args:
+        switches: Its switches, which are compared at each call.
+        known: Its settings, compared at each call too; None where nothing sets them during a run.
+    """
+
+    def __init__(self, switches: Switches, known: KnownSettings | None = None) -> None:
+        self._switches, self._known = switches, known
+        self._digest = None if known is None else known.digest()
+
+    def changed(self) -> bool:
+        """Return True if they are other ones than at first."""
+        other = self._known is not None and self._known.digest() != self._digest
+        return other or self._switches.changed()
+
+    def switched(self) -> AbstractContextManager[None]:
+        """Give the module its first switches within the context."""
+        return self._switches.restored() if self._switches.changed() else nullcontext()
+
+
 def state_of(part: object) -> Iterator[str]:
     """Yield the plain attributes of an object; of those beginning with _ only switches and names.
 
@@ -160,26 +197,8 @@ def state_of(part: object) -> Iterator[str]:
             yield f"{key}={value!r}"
 
 
-def is_called(value: object) -> bool:
-    return callable(value) and not isinstance(value, (nn.Module, type))
-
-
-def name_of(called: object) -> str:
-    """Return the qualified name of a function, or of an object's class."""
-    named = called if hasattr(called, "__qualname__") else type(called)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
 def is_switch(value: object) -> bool:
     """Return True for a switch, or for names, such as those of active adapters."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(isinstance(one, (bool, str)) for one in value)
     return isinstance(value, (bool, str))
-
-
-def is_plain(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return all(map(is_plain, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(is_plain, value))
-    return isinstance(value, (bool, int, float, str, type(None)))

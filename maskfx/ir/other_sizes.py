@@ -6,14 +6,18 @@ Two sizes that agree at capture may differ elsewhere: 48 is a multiple of 8, and
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    import sympy
 
 # Values of symbols. Neighbours are tried together, so the multiples stand together.
 VALUES = (9, 10, 11, 13, 19, 23, 29, 34, 44, 57, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 128)
 Base = tuple[int, int]
+SizeExpr: TypeAlias = "sympy.Expr | int"  # a size: a number, or an expression of symbols
 
 
-def other_bases(symbols: Mapping[str, Any], guards: Iterable[Any]) -> tuple[Base, ...]:
+def other_bases(symbols: Mapping[str, SizeExpr], guards: Iterable[sympy.Basic]) -> tuple[Base, ...]:
     """Return sizes of the picture at which the equations among a capture's guards hold."""
     found = list(assignments(symbols.get("y"), symbols.get("x")))
     named = {symbol for said, _ in found for symbol in said}
@@ -21,7 +25,9 @@ def other_bases(symbols: Mapping[str, Any], guards: Iterable[Any]) -> tuple[Base
     return tuple(base for said, base in found if all(bool(g.subs(said)) for g in equations))
 
 
-def assignments(y: Any, x: Any) -> Iterator[tuple[dict[Any, int], Base]]:
+def assignments(
+    y: SizeExpr | None, x: SizeExpr | None
+) -> Iterator[tuple[dict[sympy.Symbol, int], Base]]:
     """Yield values of the symbols of the picture's height and width, and these two sizes."""
     names = sorted({s for e in (y, x) for s in getattr(e, "free_symbols", ())}, key=str)
     for number in range(len(VALUES) if names else 0):
@@ -31,7 +37,7 @@ def assignments(y: Any, x: Any) -> Iterator[tuple[dict[Any, int], Base]]:
             yield said, (height, width)
 
 
-def valued(expr: Any, said: Mapping[Any, int]) -> int | None:
+def valued(expr: SizeExpr | None, said: Mapping[sympy.Symbol, int]) -> int | None:
     """Return a size where its symbols have these values; None if it has others too."""
     if expr is None or isinstance(expr, int):
         return expr

@@ -9,11 +9,14 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +33,7 @@ class Progress:
 
     def __init__(self, what: str, total: int | None = None) -> None:
         self._what, self._total = what, total
-        self._bar: Any = None
+        self._bar: tqdm | None = None
         self._inner = 0.0  # seconds of work inside this one
 
     def move(self, done: int, total: int | None = None, name: str = "") -> None:
@@ -57,7 +60,7 @@ class Progress:
 
 _current: ContextVar[Progress | None] = ContextVar("current", default=None)
 _hidden: ContextVar[bool] = ContextVar("hidden", default=False)
-_spent: ContextVar[Counter[str] | None] = ContextVar("spent", default=None)
+_spent: ContextVar[defaultdict[str, float] | None] = ContextVar("spent", default=None)
 
 
 @contextmanager
@@ -77,7 +80,7 @@ def work(kind: str, what: str, total: int | None = None) -> Iterator[Progress]:
         own.close()
         seconds, spent = time.perf_counter() - began, _spent.get()
         if spent is not None:
-            spent[kind] += seconds - own._inner  # type: ignore[assignment]
+            spent[kind] += seconds - own._inner
         if outer is not None:
             outer._inner += seconds
 
@@ -95,7 +98,7 @@ def tally() -> Iterator[dict[str, float]]:
 
     Seconds of work inside other work count for the inner one only.
     """
-    spent: Any = Counter()
+    spent: defaultdict[str, float] = defaultdict(float)
     token = _spent.set(spent)
     try:
         yield spent

@@ -349,3 +349,4 @@ Source = (
 # tables of indices or weights, which follow from masks and sizes alone
 Table = Owner | RestOwner | Requests | Spans | RestSpans | Reader | Weights | Lines
 Cached = Halo | Rest | Loaded | Kept | RestShare  # rows of the cache as they were recorded
+Tapped = Cached | RestStats | RestSum  # what is made of the rows of a tap

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -15,7 +14,7 @@ from torch.utils import _pytree as pytree
 from maskfx.ir.lru import LruCache
 
 
-def has_meta(module: torch.nn.Module, values: Sequence[Any]) -> bool:
+def has_meta(module: torch.nn.Module, values: Sequence[object]) -> bool:
     """Return True if a weight or an input is a meta tensor, so that nothing can run."""
     tensors = [*module.parameters(), *module.buffers()]
     tensors += [v for v in values if isinstance(v, torch.Tensor)]
@@ -65,12 +64,12 @@ def identity_object(value: object) -> str:
     return type(value).__name__ if equals is object.__eq__ and not callable(value) else ""
 
 
-def copies(values: Sequence[Any]) -> list[Any]:
+def copies(values: Sequence[object]) -> list[object]:
     """Copy the tensors, because some modules write into their arguments."""
     return [copy_of(v) for v in values]
 
 
-def copy_of(value: object) -> Any:
+def copy_of(value: object) -> object:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, prod
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.types import IntLikeType
 from torch.utils.flop_counter import register_flop_formula
 
 from maskfx.ops.base import define, join, pieces, ranges
@@ -97,7 +97,7 @@ def _by_expert(rows: Tensor, ends: Tensor) -> list[Tensor]:
 def _by_expert_fake(rows: Tensor, ends: Tensor) -> list[Tensor]:
     if isinstance(ends, FakeTensor):
         context = torch.library.get_ctx()
-        counts: list[Any] = [context.new_dynamic_size() for _ in range(len(ends))]
+        counts: list[IntLikeType] = [context.new_dynamic_size() for _ in range(len(ends))]
     else:  # on the meta device: equal ones
         first, more = divmod(len(rows), len(ends))
         counts = [first + (i < more) for i in range(len(ends))]

@@ -46,6 +46,14 @@ class Whole(nn.Module):
         self.spec, self.constants, self.axes = spec, constants, axes
         self.widths, self.width, self.flops = list(widths), width, flops
 
+    def around(self, inner: nn.Module) -> Whole:
+        """Return the same form around another module with the same weights."""
+        if inner is self.inner:
+            return self
+        return Whole(
+            inner, self.spec, self.constants, self.axes, self.widths, self.width, self.flops
+        )
+
     def forward(self, *values: Tensor) -> Tensor:
         """Return the module's result; only the last axis of a value has a meaning to it."""
         shape = (*values[0].shape[:-1], self.width)

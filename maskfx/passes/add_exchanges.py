@@ -30,7 +30,7 @@ from maskfx.ir.sources import (
     Spans,
     Subsites,
 )
-from maskfx.passes.context import Editor, PassContext, Unsupported, aten, ops, slug
+from maskfx.passes.context import Editor, PassContext, Unsupported, aten, node_at, ops, slug
 
 
 def add_exchanges(graph: fx.Graph, ctx: PassContext) -> int:
@@ -63,7 +63,7 @@ class Splitter:
     _known: dict[tuple[fx.Node, Source | None], fx.Node] = field(default_factory=dict)
 
     def split(self, node: fx.Node) -> None:
-        rules: dict[Any, Callable[[fx.Node], bool]] = {
+        rules: dict[object, Callable[[fx.Node], bool]] = {
             ops.attend: self.attend,
             ops.gather: lambda n: self.table(n, 2),
             ops.enter: lambda n: self.table(n, 2),
@@ -82,7 +82,11 @@ class Splitter:
     # Rows of other ranks.
 
     def exchange(
-        self, edit: Editor, rows: Sequence[fx.Node], segments: tuple[str, ...], reader: Any = None
+        self,
+        edit: Editor,
+        rows: Sequence[fx.Node],
+        segments: tuple[str, ...],
+        reader: Reader | None = None,
     ) -> list[fx.Node]:
         """Return these values with the rows that this rank reads."""
         key = (rows[0], reader)
@@ -102,12 +106,12 @@ class Splitter:
         self.exchanges += 1
         return self.exchanges
 
-    def source(self, node: Any) -> Source | None:
+    def source(self, node: object) -> Source | None:
         if not isinstance(node, fx.Node) or node.op != "placeholder":
             return None
         return self.ctx.interface.inputs.get(str(node.target))
 
-    def segments_of(self, spans: Any) -> tuple[str, ...]:
+    def segments_of(self, spans: object) -> tuple[str, ...]:
         source = self.source(spans)
         assert isinstance(source, Spans), f"{spans} isn't the spans of a row set"
         return source.segments
@@ -117,7 +121,7 @@ class Splitter:
         reader = self.source(node.args[place])
         if not isinstance(reader, Neighbours | Parents | Subsites | Enter):
             return False
-        rows: Any = node.args[0]
+        rows = node_at(node, 0)
         edit = Editor(self.graph, self.ctx, node)
         (found,) = self.exchange(edit, [rows], read_segments(reader), reader)
         node.args = (found, *node.args[1:])
@@ -130,13 +134,13 @@ class Splitter:
         queries, keys = self.segments_of(q_spans), self.segments_of(k_spans)
         if all_fixed(keys):
             return False
-        edit: Any = Editor(self.graph, self.ctx, node)
+        edit = Editor(self.graph, self.ctx, node)
         sources = self.source(rest_k), self.source(rest_v)
         shared = all(isinstance(source, Rest) for source in sources) and bias is None
         if not (self.ctx.keys_by_rank and shared):
             k, v = self.exchange(edit, [k, v], keys)  # type: ignore[list-item]
-            spans = edit.input(f"read_spans_{slug(keys)}", ReadSpans(keys))
-            node.args = (q, k, v, rest_k, rest_v, q_spans, spans, rest_spans, bias, *more)
+            read = edit.input(f"read_spans_{slug(keys)}", ReadSpans(keys))
+            node.args = (q, k, v, rest_k, rest_v, q_spans, read, rest_spans, bias, *more)
             return True
         (q,) = self.exchange(edit, [q], queries)  # type: ignore[list-item]
         shares, share_spans = self.shares(edit, sources)

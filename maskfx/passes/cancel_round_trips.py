@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from torch import fx
 
 from maskfx.ir.lanes import lane_of
+from maskfx.ir.sources import Tapped
 from maskfx.passes.context import PassContext, Unsupported, from_rows, to_rows
 
 
@@ -65,9 +65,8 @@ def move_taps(mark: fx.Node, rows: fx.Node, ctx: PassContext) -> None:
             continue
         del ctx.interface.taps[name]
         for given, source in ctx.interface.inputs.items():
-            if getattr(source, "tap", None) == name:
-                changed: Any = {"tap": kept}
-                ctx.interface.inputs[given] = dataclasses.replace(source, **changed)
+            if isinstance(source, Tapped) and source.tap == name:
+                ctx.interface.inputs[given] = dataclasses.replace(source, tap=kept)
 
 
 def flatten_output(output: fx.Node) -> list[fx.Node]:

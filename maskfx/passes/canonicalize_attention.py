@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx
 
 from maskfx.ir.lanes import shape_hint
-from maskfx.passes.context import PassContext, argument, aten, node_value, op_name
+from maskfx.passes.context import PassContext, argument, aten, node_at, node_value, op_name
 from maskfx.passes.spelling import Speller
 
 CASTS = frozenset({"to", "_to_copy", "float", "half", "double", "type_as"})
@@ -50,8 +50,8 @@ def causal(graph: fx.Graph, node: fx.Node) -> bool:
     if not argument(node, 5, "is_causal", False):
         return False
     spell = Speller(graph, node)
-    query, key, value = node.args[:3]
-    sizes = [spell.size(query, -2), spell.size(key, -2)]  # type: ignore[arg-type]
+    query, key, value = (node_at(node, place) for place in range(3))
+    sizes = [spell.size(query, -2), spell.size(key, -2)]
     ones = spell.emit(aten.ones.default, sizes, dtype=torch.bool, device=device_of(query))
     more = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
     mask = spell.emit(aten.tril.default, ones)
@@ -60,7 +60,7 @@ def causal(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
-def device_of(value: Any) -> torch.device:
+def device_of(value: fx.Node) -> torch.device:
     found: torch.device = node_value(value).device
     return found
 
@@ -219,7 +219,7 @@ def shifted(found: Scores) -> bool:
     return True
 
 
-def comes_from_product(node: Any) -> bool:
+def comes_from_product(node: fx.node.Argument) -> bool:
     """Return True if these are scores of queries and keys, perhaps scaled, shifted or masked."""
     seen = 0
     while isinstance(node, fx.Node) and seen < 12:
@@ -299,7 +299,7 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return list(node.args[1:3] if op_name(node) == "baddbmm" else node.args[:2])  # type: ignore[arg-type]
 
 
-def spell_out(spell: Speller, found: Scores, values: Any, turned: bool) -> None:
+def spell_out(spell: Speller, found: Scores, values: fx.Node, turned: bool) -> None:
     """Replace the node by one attention."""
     node, axes = found.node, found.axes
     rank = len(axes)

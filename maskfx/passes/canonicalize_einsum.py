@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -73,7 +73,7 @@ def spelled_out(terms: list[str], ranks: list[int]) -> list[str]:
     return [t.replace("...", spare[most - n : most] if n > 0 else "") for t, n in pairs]
 
 
-def alone(terms: list[str], operands: list[Any], out: str) -> str:
+def alone(terms: list[str], operands: list[fx.Node], out: str) -> str:
     """Return the letters of axes of size one that only one operand has, and the result lacks."""
     found = ""
     for (term, other), value in zip((terms, terms[::-1]), operands, strict=True):
@@ -92,7 +92,9 @@ def summed(spell: Speller, value: fx.Node, letters: str, kept: str) -> tuple[fx.
     return value, "".join(letter for letter in letters if letter in kept)
 
 
-def product(spell: Speller, operands: list[Any], terms: list[str], out: str) -> tuple[fx.Node, str]:
+def product(
+    spell: Speller, operands: list[fx.Node], terms: list[str], out: str
+) -> tuple[fx.Node, str]:
     """Multiply two operands; return the result and its letters."""
     a, la = summed(spell, operands[0], terms[0], terms[1] + out)
     b, lb = summed(spell, operands[1], terms[1], terms[0] + out)
@@ -126,7 +128,7 @@ def product(spell: Speller, operands: list[Any], terms: list[str], out: str) -> 
     return found, "".join([*outer, *row, *column])
 
 
-def lined_up(spell: Speller, value: fx.Node, letters: str, wanted: Any) -> fx.Node:
+def lined_up(spell: Speller, value: fx.Node, letters: str, wanted: Iterable[str]) -> fx.Node:
     """Permute axes into this order, with an axis of size one for each that the value lacks."""
     have = [letter for letter in wanted if letter in letters]
     value = spell.permute(value, [letters.index(letter) for letter in have])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
-from maskfx.passes.context import PassContext, argument, aten, op_name
+from maskfx.passes.context import PassContext, argument, aten, nodes_at, op_name
 
 STACKS = {"vstack": 0, "hstack": 1}
 JOINS = frozenset({"cat", "concat", "concatenate", *STACKS})
@@ -25,7 +23,7 @@ def canonicalize_joins(graph: fx.Graph, ctx: PassContext) -> int:
         name = op_name(node)
         if name not in JOINS:
             continue
-        parts: Any = node.args[0]
+        parts = nodes_at(node, 0)
         if not all(isinstance(n.meta.get("val"), torch.Tensor) for n in parts):
             continue
         rank = node.meta["val"].dim()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 from torch import fx
 
 from maskfx.passes.context import PassContext, argument, aten, op_name
 from maskfx.passes.spelling import Speller
+
+Size = fx.Node | int  # a number, or the node of a symbolic size
 
 
 def canonicalize_narrows(graph: fx.Graph, ctx: PassContext) -> int:
@@ -33,8 +34,10 @@ def canonicalize_narrows(graph: fx.Graph, ctx: PassContext) -> int:
     return count
 
 
-def total(spell: Speller, one: Any, other: Any) -> Any:
+def total(spell: Speller, one: Size, other: Size) -> Size:
     """Return the sum of two sizes, each a number or the node of a symbolic one."""
-    if isinstance(one, int) and (not one or isinstance(other, int)):
-        return one + other if one else other
+    if one == 0:
+        return other
+    if isinstance(one, int) and isinstance(other, int):
+        return one + other
     return spell.emit(operator.add, one, other)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
 from maskfx.passes.context import PassContext, argument, aten, node_value, op_name
@@ -38,7 +36,7 @@ def canonicalize_norms(graph: fx.Graph, ctx: PassContext) -> int:
 
 def covers_sample(node: fx.Node) -> bool:
     """Return True if a norm has no weights and spans all axes but the first, some of them free."""
-    shape: Any = argument(node, 1, "normalized_shape")
+    shape: list[int] = argument(node, 1, "normalized_shape")
     value = node_value(node)
     plain = argument(node, 2, "weight") is None and argument(node, 3, "bias") is None
     free = any(not isinstance(n, int) for n in value.shape[1:])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
-from maskfx.passes.context import PassContext, argument, node_value, op_name
+from maskfx.passes.context import PassContext, argument, node_at, node_value, op_name
 from maskfx.passes.spelling import Speller
 
 MOVES = frozenset({"movedim", "moveaxis"})
@@ -24,7 +22,7 @@ def canonicalize_permutes(graph: fx.Graph, ctx: PassContext) -> int:
     for node in list(graph.nodes):
         name = op_name(node)
         if name in MOVES | SWAPS:
-            source: Any = node.args[0]
+            source = node_at(node, 0)
             if name == "adjoint" and node_value(source).is_complex():
                 continue
             spell = Speller(graph, node)

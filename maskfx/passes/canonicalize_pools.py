@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Sequence
 
 from torch import fx
+from torch._ops import OpOverload
 
 from maskfx.passes.context import PassContext, argument, aten, node_value, op_name
 from maskfx.passes.spelling import Speller
@@ -46,7 +47,7 @@ def canonicalize_pools(graph: fx.Graph, ctx: PassContext) -> int:
     return count
 
 
-def apart(graph: fx.Graph, node: fx.Node, first: Any) -> None:
+def apart(graph: fx.Graph, node: fx.Node, first: OpOverload) -> None:
     """Replace the spread and the mean that one operator returns by two operators."""
     dims, keep = argument(node, 1, "dim"), bool(node.kwargs.get("keepdim", False))
     correction = node.kwargs.get("correction", 1)
@@ -64,7 +65,7 @@ def apart(graph: fx.Graph, node: fx.Node, first: Any) -> None:
 
 
 def to_one(node: fx.Node) -> bool:
-    size: Any = argument(node, 1, "output_size")
+    size: int | Sequence[int] = argument(node, 1, "output_size")
     return all(n == 1 for n in (size if isinstance(size, (list, tuple)) else [size]))
 
 
@@ -73,7 +74,7 @@ def pooled_dims(name: str) -> list[int]:
 
 
 def without_indices(
-    graph: fx.Graph, node: fx.Node, target: Any, dims: list[int], keep: bool
+    graph: fx.Graph, node: fx.Node, target: OpOverload, dims: list[int], keep: bool
 ) -> bool:
     """Replace the values of a (values, indices) pair; return False if the indices are used."""
     users = list(node.users)

@@ -65,7 +65,7 @@ def fold(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
-def covers(size: Any, patch: int) -> bool:
+def covers(size: fx.Node | int, patch: int) -> bool:
     """Return True if patches cover an axis, at the size of the capture."""
     number = size.meta["val"] if isinstance(size, fx.Node) else size
     return int_hint(number) % patch == 0

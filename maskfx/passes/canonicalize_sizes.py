@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -39,12 +37,12 @@ def canonicalize_sizes(graph: fx.Graph, ctx: PassContext) -> int:
     return count
 
 
-def is_wide(value: Any) -> bool:
+def is_wide(value: object) -> bool:
     """Return True for floating-point tensors with axes."""
     found = node_value(value) if isinstance(value, fx.Node) else None
     return isinstance(found, torch.Tensor) and found.dim() > 0 and found.is_floating_point()
 
 
-def is_size(value: Any) -> bool:
+def is_size(value: object) -> bool:
     number = value.meta.get("val") if isinstance(value, fx.Node) else None
     return isinstance(number, (torch.SymInt, torch.SymFloat))

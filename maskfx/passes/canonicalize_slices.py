@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from maskfx.ir.lanes import NotLaned, int_hint, node_shape
-from maskfx.passes.context import PassContext, argument, aten, op_name
+from maskfx.passes.context import PassContext, argument, aten, node_at, op_name
 
 ATTENTION = "scaled_dot_product_attention"
 Part = tuple[int, int]  # start and stop
@@ -68,15 +68,15 @@ def whole_of(last: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     return whole if at == node_shape(last)[0] else None
 
 
-def writes(node: Any) -> Iterator[tuple[Part, fx.Node]]:
+def writes(node: fx.Node) -> Iterator[tuple[Part, fx.Node]]:
     """Yield the range and the value of each write along the first axis, the last write first."""
     while op_name(node) == "slice_scatter":
         part = part_of(node, 2)
         if part is None:
             return
-        written = node.args[1]
-        yield part, written.args[1] if op_name(written) == "copy" else written
-        node = node.args[0]
+        written = node_at(node, 1)
+        yield part, node_at(written, 1) if op_name(written) == "copy" else written
+        node = node_at(node, 0)
 
 
 def sources(node: fx.Node, part: Part, size: int) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -84,26 +84,29 @@ def sources(node: fx.Node, part: Part, size: int) -> tuple[tuple[Any, ...], dict
     if op_name(node) != ATTENTION or any(value is not None for value in node.args[3:]):
         return None
     found = []
-    for value in node.args[:3]:
-        cut = untransposed(value)
+    for place in range(3):
+        cut = untransposed(node_at(node, place))
         if op_name(cut) != "slice" or part_of(cut, 1) != part:
             return None
-        if node_shape(cut.args[0])[0] != size:
+        if node_shape(node_at(cut, 0))[0] != size:
             return None
-        found.append(cut.args[0])
+        found.append(node_at(cut, 0))
     scale = node.kwargs.get("scale")
     if any(value is not None for name, value in node.kwargs.items() if name != "scale"):
         return None
     return tuple(found), {"scale": scale}
 
 
-def untransposed(node: Any) -> Any:
+def untransposed(node: fx.Node) -> fx.Node:
     """Skip pairs of transposes that cancel each other."""
-    while op_name(node) == "transpose" and op_name(node.args[0]) == "transpose":
-        axes = [{a % len(node_shape(n)) for a in n.args[1:3]} for n in (node, node.args[0])]
+    while op_name(node) == "transpose" and op_name(inner := node_at(node, 0)) == "transpose":
+        axes = [
+            {argument(n, place, "dim") % len(node_shape(n)) for place in (1, 2)}
+            for n in (node, inner)
+        ]
         if axes[0] != axes[1]:
             break
-        node = node.args[0].args[0]
+        node = node_at(inner, 0)
     return node
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
+from torch.types import IntLikeType
 
+from maskfx.ir.other_sizes import SizeExpr
 from maskfx.passes.context import PassContext, argument, aten, op_name
 from maskfx.passes.drop_identity_ops import same_shape
 
-Expression = Any  # a size: an int or a symbolic expression
-Part = tuple[Expression, Expression, fx.Node]  # start, stop, and the value written there
+if TYPE_CHECKING:
+    import sympy
+
+Part = tuple[SizeExpr, SizeExpr, fx.Node]  # start, stop, and the value written there
 
 
 def canonicalize_writes(graph: fx.Graph, ctx: PassContext) -> int:
@@ -62,14 +66,14 @@ def is_continued(node: fx.Node) -> bool:
     return any(op_name(user) == "slice_scatter" and user.args[0] is node for user in node.users)
 
 
-def size_of(node: fx.Node, axis: int) -> Expression:
+def size_of(node: fx.Node, axis: int) -> SizeExpr:
     return expression(node.meta["val"].shape[axis])
 
 
-def parts_of(last: Any, axis: int) -> list[Part]:
+def parts_of(last: fx.Node, axis: int) -> list[Part]:
     """Return what a chain of writes along this axis writes, the last write first."""
     parts: list[Part] = []
-    node = last
+    node: fx.node.Argument = last
     while isinstance(node, fx.Node) and op_name(node) == "slice_scatter":
         if axis_of(node) != axis:
             break
@@ -86,7 +90,7 @@ def parts_of(last: Any, axis: int) -> list[Part]:
     return parts
 
 
-def source_of(written: Any) -> fx.Node | None:
+def source_of(written: object) -> fx.Node | None:
     """Return what is written; of a copy into a slice, the value that is copied."""
     if not isinstance(written, fx.Node):
         return None
@@ -98,9 +102,9 @@ def source_of(written: Any) -> fx.Node | None:
     return value if same_shape(place.meta["val"], value.meta["val"]) else None
 
 
-def in_order(parts: list[Part], whole: Expression) -> list[fx.Node]:
+def in_order(parts: list[Part], whole: SizeExpr) -> list[fx.Node]:
     """Return the parts' values along the axis; [] unless they cover all of it, none of it twice."""
-    at: Expression = 0
+    at: SizeExpr = 0
     found: list[fx.Node] = []
     left = list(parts)
     while left:
@@ -113,14 +117,15 @@ def in_order(parts: list[Part], whole: Expression) -> list[fx.Node]:
     return found if equal(at, whole) else []
 
 
-def equal(one: Expression, other: Expression) -> bool:
+def equal(one: SizeExpr, other: SizeExpr) -> bool:
     """Return True if two sizes are equal for any values of their symbols."""
     if isinstance(one, int) and isinstance(other, int):
         return one == other
-    return bool((one - other).expand() == 0)
+    difference: sympy.Expr = one - other
+    return bool(difference.expand() == 0)
 
 
-def bound(value: Any, default: Expression, whole: Expression) -> Expression:
+def bound(value: fx.Node | IntLikeType | None, default: SizeExpr, whole: SizeExpr) -> SizeExpr:
     """Return a slice's bound as a size; a bound beyond the end is the end."""
     if value is None:
         return default
@@ -132,7 +137,7 @@ def bound(value: Any, default: Expression, whole: Expression) -> Expression:
     return found
 
 
-def expression(size: Any) -> Expression:
+def expression(size: IntLikeType) -> SizeExpr:
     """Return a symbolic size's expression, and any other size as an int."""
     if not isinstance(size, torch.SymInt):
         return int(size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -12,7 +12,8 @@ from torch import fx
 from maskfx import ops
 from maskfx.errors import CompileError
 from maskfx.ir.lanes import Dim, Lane, NotLaned, lane_of, set_lane
-from maskfx.ir.program import Derived, Interface, Tap, derive
+from maskfx.ir.other_sizes import SizeExpr
+from maskfx.ir.program import Derived, Interface, SideGraph, Tap, derive
 from maskfx.ir.pyramid import Pyramid
 from maskfx.ir.sources import Owner, RestSpans, Source, Spans
 
@@ -65,9 +66,9 @@ class PassContext:
     """
 
     interface: Interface
-    symbols: dict[str, Any]
+    symbols: dict[str, SizeExpr]
     dense: dict[str, str] = field(default_factory=dict)
-    sides: dict[str, Any] = field(default_factory=dict)
+    sides: dict[str, SideGraph] = field(default_factory=dict)
     choices: dict[str, Choice] = field(default_factory=dict)
     plans: bool = False
     stretches: bool = False
@@ -99,6 +100,22 @@ def argument(node: fx.Node, index: int, name: str, default: object = None) -> An
     return node.kwargs.get(name, default)
 
 
+def node_at(node: fx.Node, index: int) -> fx.Node:
+    """Return an argument that is a value of the graph."""
+    found = node.args[index]
+    assert isinstance(found, fx.Node), node.format_node()
+    return found
+
+
+def nodes_at(node: fx.Node, index: int) -> list[fx.Node]:
+    """Return an argument that lists values of the graph."""
+    found = node.args[index]
+    assert isinstance(found, (list, tuple)), node.format_node()
+    nodes = [one for one in found if isinstance(one, fx.Node)]
+    assert len(nodes) == len(found), node.format_node()
+    return nodes
+
+
 def need_lane(node: object) -> Lane:
     lane = lane_of(node)
     if lane is None:
@@ -110,15 +127,15 @@ def need_lane(node: object) -> Lane:
 # `to_rows` is the reverse. Adjacent pairs cancel; the remaining marks become inputs and outputs.
 
 
-def to_rows(value: object) -> Any:
+def to_rows(value: object) -> NoReturn:
     raise CompileError("to_rows is a mark of the compiler, it can't run")
 
 
-def from_rows(rows: object) -> Any:
+def from_rows(rows: object) -> NoReturn:
     raise CompileError("from_rows is a mark of the compiler, it can't run")
 
 
-def enter_rows(value: object) -> Any:
+def enter_rows(value: object) -> NoReturn:
     """Mark a cut: the same value on another row set."""
     raise CompileError("enter_rows is a mark of the compiler, it can't run")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
 
 from torch import fx
 
@@ -131,8 +130,8 @@ def half_of(value: object) -> tuple[fx.Node, int, int] | None:
     axis = argument(parts, 2, "dim", 0)
     if op_name(parts) == "chunk" and parts.args[1] == 2:
         return parts.args[0], int(number), axis  # type: ignore[arg-type]
-    sizes: Any = parts.args[1]
-    if op_name(parts) == "split_with_sizes" and len(sizes) == 2 and sizes[0] == sizes[1]:
+    sizes = parts.args[1]
+    if isinstance(sizes, (list, tuple)) and len(sizes) == 2 and sizes[0] == sizes[1]:
         return parts.args[0], int(number), axis  # type: ignore[arg-type]
     return None
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import fx
 
@@ -92,21 +91,24 @@ class Geometry:
         return plain and self.kernel == (1, 1) and self.stride == (1, 1)
 
 
-def pair(value: Any) -> Pair:
+def pair(value: int | Sequence[int]) -> Pair:
     """Return the values for image rows and columns, the last two."""
     if isinstance(value, int):
         return value, value
     return int(value[-2:][0]), int(value[-1])
 
 
-def triple(value: Any) -> tuple[int, int, int]:
+def triple(value: int | Sequence[int]) -> tuple[int, int, int]:
     if isinstance(value, int):
         return value, value, value
     a, b, c = ([*value] * 3)[:3]
     return int(a), int(b), int(c)
 
 
-def window_geometry(node: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
+LaneOf = Callable[[object], Lane]  # returns the axes of a value
+
+
+def window_geometry(node: fx.Node, lane_of: LaneOf) -> Geometry:
     """Return the geometry of a convolution (in 3d over one frame), a pool or an unfold."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -121,13 +123,13 @@ def window_geometry(node: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
     return padded(found, lane_of, keeps_padding=name in ("avg_pool2d", "max_pool2d"))
 
 
-def lane_before_pad(source: fx.Node, lane_of: Callable[[Any], Lane]) -> Lane:
+def lane_before_pad(source: fx.Node, lane_of: LaneOf) -> Lane:
     """Return the lane of a window's source, of a padding the lane before it if it has none."""
     inner = source.args[0] if op_name(source) in PADS else source
     return lane_of(inner)
 
 
-def convolution(node: fx.Node, source: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
+def convolution(node: fx.Node, source: fx.Node, lane_of: LaneOf) -> Geometry:
     weight = node.args[1]
     assert isinstance(weight, fx.Node)
     shape = tuple(node_value(weight).shape[2:])
@@ -149,7 +151,7 @@ def convolution(node: fx.Node, source: fx.Node, lane_of: Callable[[Any], Lane]) 
     return Geometry(source, lane, kernel, stride, before, after, dilation, int(groups))
 
 
-def pool(node: fx.Node, source: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
+def pool(node: fx.Node, source: fx.Node, lane_of: LaneOf) -> Geometry:
     """Return the geometry of a pool; the places beyond the border don't count, or count as zero.
 
     A maximum repeats the sites at the border, which the same windows read anyway.
@@ -175,7 +177,7 @@ def pool(node: fx.Node, source: fx.Node, lane_of: Callable[[Any], Lane]) -> Geom
     return Geometry(source, lane, kernel, stride, padding, padding, dilation, 1, edge, counts, ceil)
 
 
-def unfold(node: fx.Node, source: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
+def unfold(node: fx.Node, source: fx.Node, lane_of: LaneOf) -> Geometry:
     names = ("kernel_size", "dilation", "padding", "stride")
     kernel, dilation, padding, stride = (
         pair(argument(node, i, name, 1)) for i, name in enumerate(names, 1)
@@ -184,7 +186,7 @@ def unfold(node: fx.Node, source: fx.Node, lane_of: Callable[[Any], Lane]) -> Ge
     return Geometry(source, lane, kernel, stride, padding, padding, dilation)
 
 
-def padded(found: Geometry, lane_of: Callable[[Any], Lane], keeps_padding: bool) -> Geometry:
+def padded(found: Geometry, lane_of: LaneOf, keeps_padding: bool) -> Geometry:
     """Return the geometry with the padding before it as a part of it."""
     source = found.source
     if op_name(source) not in PADS:
@@ -222,7 +224,7 @@ def folds_into_users(node: fx.Node) -> bool:
     return bool(users) and all(u in WINDOWS for u in users)
 
 
-def given_ends(node: fx.Node) -> list[Any]:
+def given_ends(node: fx.Node) -> list[fx.Node | int]:
     """Return the padding before and after each axis, the last axis first: numbers or nodes."""
     pads = argument(node, 1, "pad") if op_name(node) in ("pad", "constant_pad_nd") else node.args[1]
     return list(pads)  # type: ignore[arg-type]
@@ -243,13 +245,13 @@ def edge_of(node: fx.Node) -> str:
     return "" if mode == "constant" else mode
 
 
-def value_of(node: fx.Node) -> Any:
+def value_of(node: fx.Node) -> fx.Node | float:
     """Return the number, or the node of one, that a padding adds."""
     place = {"pad": 3, "constant_pad_nd": 2}.get(op_name(node))
     return (argument(node, place, "value") or 0) if place and not edge_of(node) else 0
 
 
-def transposed_geometry(node: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
+def transposed_geometry(node: fx.Node, lane_of: LaneOf) -> Geometry:
     """Return the geometry of a conv_transpose2d: a window on a grid with zeros between sites."""
     source, weight = node.args[:2]
     assert isinstance(source, fx.Node)

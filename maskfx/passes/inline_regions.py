@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
-from maskfx.passes.context import PassContext, get_attribute
+from maskfx.passes.context import PassContext, get_attribute, node_at
 
 
 def inline_regions(graph: fx.Graph, ctx: PassContext) -> int:
@@ -24,7 +22,7 @@ def inline_regions(graph: fx.Graph, ctx: PassContext) -> int:
         at = next(
             i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr"
         )
-        body_node: Any = node.args[at]
+        body_node = node_at(node, at)
         body = get_attribute(graph.owning_module, str(body_node.target))
         if (
             "autocast" in text
@@ -33,8 +31,8 @@ def inline_regions(graph: fx.Graph, ctx: PassContext) -> int:
         ):
             continue
         inputs = iter(node.args[at + 1 :])
-        env: dict[fx.Node, Any] = {}
-        result: Any = None
+        env: dict[fx.Node, fx.Node] = {}
+        result: fx.node.Argument = None
         for inner in body.graph.nodes:
             if inner.op == "placeholder":
                 env[inner] = next(inputs)

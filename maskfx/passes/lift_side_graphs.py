@@ -8,7 +8,6 @@ step, in full. The results of both graphs become inputs of the main graph.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import fx
@@ -163,7 +162,7 @@ def given_lane(ctx: PassContext, node: fx.Node) -> Lane | None:
 def remove_rest(graph: fx.Graph, output: fx.Node) -> None:
     """Erase nodes that the main graph doesn't use; size arithmetic stays while it is used."""
     keep: set[fx.Node] = set()
-    stack: list[Any] = [output]
+    stack: list[fx.Node] = [output]
     while stack:
         node = stack.pop()
         if node not in keep:

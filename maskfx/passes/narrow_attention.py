@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 from torch import fx
 
@@ -195,7 +194,7 @@ def token_rows(edit: Editor, value: fx.Node) -> tuple[fx.Node, tuple[str, ...]]:
     return heads_last(edit, rows, sizes, node_shape(value)[-1]), segments
 
 
-def count_rows(edit: Editor, segments: tuple[str, ...]) -> Any:
+def count_rows(edit: Editor, segments: tuple[str, ...]) -> fx.Node | int:
     """Return the number of rows that these segments have in the batch."""
     if not segments:
         return 0
@@ -203,8 +202,8 @@ def count_rows(edit: Editor, segments: tuple[str, ...]) -> Any:
 
 
 def attention_bias(
-    edit: Editor, mask: Any, queries: Lane, keys: tuple[str, ...]
-) -> tuple[Any, tuple[int, bool]]:
+    edit: Editor, mask: fx.Node | None, queries: Lane, keys: tuple[str, ...]
+) -> tuple[fx.Node | None, tuple[int, bool]]:
     """Return the attention mask as one flat ragged list, its number of heads, and if per query.
 
     Ragged: the entries of requests of different sizes, concatenated without padding.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
@@ -19,6 +18,8 @@ from maskfx.passes.context import (
     argument,
     aten,
     need_lane,
+    node_at,
+    nodes_at,
     op_name,
     ops,
 )
@@ -139,14 +140,13 @@ def narrow(edit: Editor, node: fx.Node, chosen: Chosen, parts: dict[str, list[fx
         rows = edit.rows(node.args[0])  # type: ignore[arg-type]
         edit.replace(edit.emit(ops.expert_product, rows, node.args[1], chosen.ends))
     elif name in ("cat", "concat", "concatenate", "stack"):
-        listed: Any = node.args[0]
-        joined = [edit.rows(n) for n in listed if 0 not in node_shape(n)]
+        joined = [edit.rows(n) for n in nodes_at(node, 0) if 0 not in node_shape(n)]
         edit.replace(edit.emit(aten.cat.default, joined, 0))
     elif name == "select":
-        split = by_expert(edit, node.args[0], chosen, parts)
+        split = by_expert(edit, node_at(node, 0), chosen, parts)
         edit.replace(split[argument(node, 2, "index")])
     else:
-        split = by_expert(edit, node.args[0], chosen, parts)
+        split = by_expert(edit, node_at(node, 0), chosen, parts)
         for user in list(node.users):
             if user.target is not operator.getitem:
                 raise Unsupported(user, f"it uses all parts of {node.name} at once")
@@ -155,7 +155,7 @@ def narrow(edit: Editor, node: fx.Node, chosen: Chosen, parts: dict[str, list[fx
 
 
 def by_expert(
-    edit: Editor, value: Any, chosen: Chosen, parts: dict[str, list[fx.Node]]
+    edit: Editor, value: fx.Node, chosen: Chosen, parts: dict[str, list[fx.Node]]
 ) -> list[fx.Node]:
     """Return the rows of each expert."""
     if value.name not in parts:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 from torch import fx
 
 from maskfx.ir.lanes import Lane, X, Y, lane_of
 from maskfx.ir.pyramid import Window
 from maskfx.ir.sources import Weights
-from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name
+from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, node_at, op_name
 from maskfx.passes.geometry import edge_of, ends_of, value_of
 from maskfx.passes.lane_rules.moved import listed
 from maskfx.passes.lane_rules.windows import site_shifts
@@ -38,7 +37,7 @@ def narrow_moves(graph: fx.Graph, ctx: PassContext) -> int:
             continue
         edit = Editor(graph, ctx, node)
         written = op_name(node) == "slice_scatter"
-        moved: Any = node.args[1 if written else 0]
+        moved = node_at(node, 1 if written else 0)
         source, target = need_lane(moved), need_lane(node)
         window = window_of(ctx, node, source, target)
         if window is None:

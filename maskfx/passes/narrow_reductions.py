@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
@@ -83,7 +82,7 @@ def reduce(edit: Editor, node: fx.Node) -> None:
     edit.replace(edit.emit(node.target, *args, where, **kwargs))  # type: ignore[arg-type]
 
 
-def later_arguments(node: fx.Node, position: int) -> dict[str, Any]:
+def later_arguments(node: fx.Node, position: int) -> dict[str, fx.node.Argument]:
     """Return by name the arguments passed by position from `position` on, such as `unbiased`."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [one.name for one in node.target._schema.arguments]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -54,11 +52,11 @@ def sizes(node: fx.Node) -> list[int]:
     ]
 
 
-def expand(edit: Editor, node: fx.Node) -> Any:
+def expand(edit: Editor, node: fx.Node) -> fx.Node:
     lane, source = lane_of(node), lane_of(node.args[0])
     assert lane is not None
     assert source is not None
-    want: list[Any] = list(sizes(node))
+    want: list[fx.Node | int] = list(sizes(node))
     if not source.has_batch:
         at = want.index(-1)
         want[at] = requests(edit)

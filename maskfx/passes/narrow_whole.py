@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
 from maskfx.ir.lanes import Feature, Lane, node_shape
 from maskfx.ops import run_whole
-from maskfx.passes.context import Editor, PassContext, need_lane
+from maskfx.passes.context import Editor, PassContext, need_lane, nodes_at
 from maskfx.passes.row_form import full_rows, is_rows
 
 
@@ -24,9 +22,8 @@ def narrow_whole(graph: fx.Graph, ctx: PassContext) -> int:
         if node.target is not run_whole or not is_rows(node):
             continue
         edit, out = Editor(graph, ctx, node), need_lane(node)
-        values: Any = node.args[1]
         rows = []
-        for value in values:
+        for value in nodes_at(node, 1):
             width = (Feature(node_shape(value)[-1]),)
             rows.append(full_rows(edit, value, Lane((*out.dims[:-1], width))))
         edit.replace(edit.emit(run_whole, node.args[0], rows))

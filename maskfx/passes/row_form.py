@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
@@ -42,10 +41,8 @@ def is_rows(node: fx.Node) -> bool:
     )
 
 
-def spread_to(edit: Editor, value: object, out: Lane) -> Any:
+def spread_to(edit: Editor, value: fx.Node, out: Lane) -> fx.Node:
     """Return an operand as rows of `out`, or as a value that broadcasts over their features."""
-    if not isinstance(value, fx.Node):
-        return value
     lane = need_lane(value)
     if not lane.has_sites and not lane.has_batch and not node_shape(value):
         return value

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import torch
+from torch.types import IntLikeType
 
 from maskfx.ir.lanes import X, Y, int_hint
-from maskfx.ir.other_sizes import assignments, valued
+from maskfx.ir.other_sizes import SizeExpr, assignments, valued
 from maskfx.ir.pyramid import Level
 from maskfx.passes.context import PassContext
 
@@ -34,7 +34,9 @@ def is_size_of(
     return True
 
 
-def is_same_size(ctx: PassContext, one: object, other: object, admitted: bool = False) -> bool:
+def is_same_size(
+    ctx: PassContext, one: IntLikeType, other: IntLikeType, admitted: bool = False
+) -> bool:
     """Return True if two sizes are equal, whatever the size of the picture."""
     if int_hint(one) != int_hint(other):
         return False
@@ -84,5 +86,5 @@ def values_at(ctx: PassContext, size: torch.SymInt, admitted: bool = False) -> l
 
 
 @lru_cache(maxsize=4096)
-def values_of(expr: Any, y: Any, x: Any) -> tuple[Value, ...]:
+def values_of(expr: SizeExpr, y: SizeExpr | None, x: SizeExpr | None) -> tuple[Value, ...]:
     return tuple((base, valued(expr, said)) for said, base in assignments(y, x))

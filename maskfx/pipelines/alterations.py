@@ -23,7 +23,7 @@ ATTRIBUTES = frozenset({"processor", "attn_processor"})
 
 def alters_modules(pipe: object) -> bool:
     """Return True if a call of a pipeline, or of one that it runs, sets attention processors."""
-    kinds: list[Any] = [type(one) for one in nested_pipelines(pipe)]
+    kinds: list[object] = [type(one) for one in nested_pipelines(pipe)]
     return any(call_alters(getattr(kind, "maskfx_original", kind)) for kind in kinds)
 
 
@@ -49,7 +49,7 @@ def call_alters(pipeline: Any) -> bool:
 
 
 def referenced(
-    names: set[str], variables: dict[str, Any], kind: type
+    names: set[str], variables: dict[str, object], kind: type
 ) -> Iterator[tuple[FunctionType | None, type]]:
     """Yield the functions that names in a method of a class may refer to, with the class of each.
 

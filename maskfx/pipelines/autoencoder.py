@@ -42,12 +42,12 @@ class OutputForm:
     inner: type | None = None
 
     @classmethod
-    def of(cls, output: Any) -> OutputForm:
+    def of(cls, output: Mapping[str, object]) -> OutputForm:
         """Return the form of a result that holds one tensor, or a distribution made of one."""
         [(name, value)] = output.items()
         return cls(type(output), name, None if isinstance(value, Tensor) else type(value))
 
-    def tensor(self, output: Any) -> Tensor:
+    def tensor(self, output: object) -> Tensor:
         value = getattr(output, self.field)
         found: Tensor = value if self.inner is None else value.parameters
         return found
@@ -108,7 +108,7 @@ def find_methods(components: Mapping[str, object]) -> dict[str, AutoencoderMetho
     }
 
 
-def input_of(arguments: Mapping[str, Any]) -> Tensor | None:
+def input_of(arguments: Mapping[str, object]) -> Tensor | None:
     """Return the input of a call; None if other arguments matter too, or it is no picture."""
     values = dict(arguments)
     values.pop("return_dict", None)

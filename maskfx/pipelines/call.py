@@ -10,12 +10,14 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from maskfx.errors import EngineError, InputError
 from maskfx.ir import progress
 from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler
+from maskfx.pipelines.callbacks import callbacks_of, may_set, without_callbacks
 from maskfx.pipelines.interception import watched
 from maskfx.pipelines.late_lora import from_start, held, prefetch, resolved
 from maskfx.pipelines.late_results import LateResults
@@ -294,8 +296,7 @@ class PipelineCall:
         kept = without_callbacks(self.arguments)
         kept.pop("generator", None)
         noise = [g.get_state() for g in as_list(self.arguments.get("generator")) if g is not None]
-        called = any("callback" in n and v is not None for n, v in self.arguments.items())
-        unique = None if noise and not called else uuid.uuid4().hex
+        unique = None if noise and not callbacks_of(self.arguments) else uuid.uuid4().hex
         adapters = [self.adapters.key] if self.adapters.key else []
         return digest([kept, noise, unique, self.state.digest(self.pipe), *adapters])[:32]
 
@@ -323,7 +324,7 @@ class PipelineCall:
             wait=state.wait,
             late=late,
             rows=rows,
-            follow=state.follow,
+            follow=partial(state.follow, closely=may_set(self.arguments)),
         )
         if "_num_timesteps" in vars(self.pipe):
             vars(self.pipe)["_num_timesteps"] = None  # left by the previous run
@@ -346,10 +347,6 @@ class PipelineCall:
         finally:
             if run.rows is not None:
                 run.rows.forget()
-
-
-def without_callbacks(arguments: Mapping[str, object]) -> Arguments:
-    return {name: value for name, value in arguments.items() if "callback" not in name}
 
 
 def template_name(template: object, where: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -213,10 +213,11 @@ class RecordHandler(DenseHandler):
         wanted = templates is None or templates.wants(step)
         return wanted and self.recorded.computes(step, part.steps)
 
-    def take(self, position: CallPosition, result: Any) -> Any:
+    def take(self, position: CallPosition, result: object) -> object:
         if position not in self._recording:
             return result
         self._recording.remove(position)
+        assert isinstance(result, tuple), "a recorded step has two results"
         output, cache = result
         self.library.put(self.template, position, cache)
         return output

@@ -22,6 +22,7 @@ from maskfx.pipelines.call import PipelineCall, template_name
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.interception import bars_disabled
 from maskfx.pipelines.late_lora import Loras
+from maskfx.pipelines.passed_on import call_of_class
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prefetch_template, prepare_template
@@ -78,6 +79,19 @@ class CompiledPipeline:
         with progress.hidden(bars_disabled(self)):
             return serve_call(call_of(self, args, given, quality, template, record, lora))
 
+    def __copy__(self) -> object:
+        """Return a shallow copy, which shares what the calls of this pipeline share."""
+        own = object.__new__(type(self))
+        own.__dict__.update(vars(self))
+        return own
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what deep copies and pickles are made from: the pipeline as it was before."""
+        original = getattr(type(self), "maskfx_original", type(self))
+        own = object.__new__(original)
+        own.__dict__.update({name: part for name, part in vars(self).items() if name != KEPT})
+        return as_it_is, (own,)
+
     def templates(self) -> list[StoredTemplate]:
         """Return the templates recorded here, or found on disk by a call, that still exist.
 
@@ -96,7 +110,12 @@ class CompiledPipeline:
         library.forget(name)
 
 
-def call_like(original: Callable[..., Any], added: Sequence[str]) -> Callable[..., Any]:
+def as_it_is(pipe: object) -> object:
+    """Return a pipeline that was read from a pickle, or deeply copied."""
+    return pipe
+
+
+def call_like(original: Callable[..., object], added: Sequence[str]) -> Callable[..., object]:
     """Return a `__call__` with the pipeline's signature and documentation.
 
     Callers that inspect the signature find the pipeline's arguments, and those that maskfx adds:
@@ -126,7 +145,7 @@ def keyword(name: str) -> inspect.Parameter:
 
 
 def call_of(
-    pipe: Any,
+    pipe: Pipeline,
     args: Sequence[object],
     given: Mapping[str, object],
     quality: Quality | str | None = None,
@@ -141,7 +160,7 @@ def call_of(
     return PipelineCall.bind(pipe, state, args, own, options)
 
 
-def read_ahead(pipe: Any, args: Sequence[object], given: Mapping[str, object]) -> bool:
+def read_ahead(pipe: Pipeline, args: Sequence[object], given: Mapping[str, object]) -> bool:
     """Begin to read the template of a call that waits from disk; return False if there is none.
 
     LoRA files that the call names are loaded too. Nothing is recorded, and arguments that are wrong
@@ -240,7 +259,8 @@ def compile_pipeline(
         install(method.autoencoder, method.method)
     library = TemplateLibrary(tiers, share, keep, budget, usual.selection)
     original = getattr(type(pipe), "maskfx_original", type(pipe))
-    state = PipelineState(original.__call__, denoisers, library, usual, execute, coders)
+    call = call_of_class(original)
+    state = PipelineState(call, denoisers, library, usual, execute, coders)
     if adapters is not None:
         state.adapters = lambda: adapters
     state.pool = RollingPool(patch_bytes, PATCH_REQUESTS)
@@ -248,7 +268,7 @@ def compile_pipeline(
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
-        "__call__": call_like(original.__call__, missing_arguments(state)),
+        "__call__": call_like(call, missing_arguments(state)),
         "maskfx_original": original,
     }
     pipe.__class__ = type(original.__name__, (CompiledPipeline, original), namespace)

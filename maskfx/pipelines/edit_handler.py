@@ -210,6 +210,22 @@ class EditHandler:
         return self._masks[key]
 
 
+@dataclass
+class InterruptedHandler(EditHandler):
+    """Interrupts the edit before its first step, because the caller interrupted its recording.
+
+    When a pipeline's call begins, it forgets that it was interrupted.
+    """
+
+    pipe: Any = None
+
+    def prepare(
+        self, outputs: Sequence[object], height: int | None, width: int | None, box: Box | None
+    ) -> Sequence[Any]:
+        self.pipe._interrupt = True
+        return EditHandler.prepare(self, outputs, height, width, box)
+
+
 def first_tensor(values: Sequence[object]) -> Tensor | None:
     return next((value for value in values if isinstance(value, Tensor)), None)
 

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from threading import Lock
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +25,7 @@ from maskfx.pipelines.call_handler import CallPart
 from maskfx.pipelines.computed_sites import kind_of, mask_work, sites_of
 from maskfx.pipelines.interception import bars_disabled
 from maskfx.pipelines.run import DenoiserCall
-from maskfx.pipelines.stand_in import running
+from maskfx.pipelines.stand_in import computing
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.dense_ways import DenseWay
 from maskfx.runtime.step_executor import StepExecutor
@@ -56,7 +55,9 @@ class StepThreads:
         self._pools: WeakKeyDictionary[StepExecutor, ThreadPoolExecutor] = WeakKeyDictionary()
         self._lock = Lock()  # groups of requests may step at the same time
 
-    def start(self, executor: StepExecutor, work: Callable[..., None], *args: Any) -> Future[None]:
+    def start(
+        self, executor: StepExecutor, work: Callable[..., None], *args: object
+    ) -> Future[None]:
         """Run a function after those started before with the same executor."""
         with self._lock:
             if executor not in self._pools:
@@ -141,7 +142,8 @@ def run_group(
     """Run calls of one denoiser, or of several that compute the same, as one step."""
     members: list[list[StepMember]] = []
     hidden = all(bars_disabled(call.run.pipe) for call in calls)
-    with running(None), progress.hidden(hidden), switched_as_begun(calls):
+    modules = {call.denoiser.module for call in calls}
+    with computing(modules), progress.hidden(hidden), switched_as_begun(calls):
         for call in calls:
             try:
                 members.append(choose_steps(call))
@@ -159,11 +161,10 @@ def run_group(
 @contextmanager
 def switched_as_begun(calls: Sequence[DenoiserCall]) -> Iterator[None]:
     """Give denoisers the switches that they had when the calls' runs began, within the context."""
-    found = [call.run.switches[call.name] for call in calls if call.name in call.run.switches]
+    found = [call.run.settings[call.name] for call in calls if call.name in call.run.settings]
     with ExitStack() as stack:
-        for switches in found:
-            if switches.changed():
-                stack.enter_context(switches.restored())
+        for settings in found:
+            stack.enter_context(settings.switched())
         yield
 
 

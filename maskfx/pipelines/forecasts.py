@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times
 
 STRAIGHT = 0.0  # weight of a parabola: clean latents go on along a line
-Key = tuple[Any, ...]  # denoiser, branch and shapes: guidance may end midway
+Key = tuple[object, ...]  # denoiser, branch and shapes: guidance may end midway
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Forecasts:
         return self._curves[key]
 
 
-def converted(result: object, convert: Any) -> Any:
+def converted(result: object, convert: Callable[[Tensor], Tensor]) -> Any:
     [leaf], spec = pytree.tree_flatten(result)
     return pytree.tree_unflatten([convert(leaf)], spec)
 

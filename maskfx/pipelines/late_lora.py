@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeGuard
 
 from maskfx.errors import InputError
 from maskfx.pipelines.lora import CallAdapters, Lora
@@ -28,7 +28,11 @@ WANTED = (
     "list of these or of (one of these, weight)"
 )
 
-Loras = Any  # `lora=` of a call; see WANTED
+LoraSource = str | os.PathLike[str] | Adapter | Lora
+# `lora=` of a call: see WANTED
+Loras = (
+    LoraSource | tuple[LoraSource, float] | Sequence[LoraSource | tuple[LoraSource, float]] | None
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ class LateLora(Lora):
         return Lora(self.lease.adapter(), self.weight, step, self.recorded)
 
 
-def resolved(loras: Loras, adapters: Callable[[], Adapters], base: Callable[[], str]) -> Any:
+def resolved(
+    loras: Loras, adapters: Callable[[], Adapters], base: Callable[[], str]
+) -> list[object] | None:
     """Return a call's adapters as `CallAdapters.of` takes them, those with names as `LateLora`.
 
     Args:
@@ -91,9 +97,11 @@ def resolved(loras: Loras, adapters: Callable[[], Adapters], base: Callable[[], 
     """
     if loras is None:
         return None
-    several = isinstance(loras, (list, tuple)) and not is_pair(loras)
-    found = []
-    for one in loras if several else [loras]:
+    several: Sequence[object] = [loras]
+    if isinstance(loras, (list, tuple)) and not is_pair(loras):
+        several = loras
+    found: list[object] = []
+    for one in several:
         source, weight = one if is_pair(one) else (one, 1.0)
         if isinstance(source, (str, os.PathLike)):
             known = adapters().resolve(source)
@@ -108,7 +116,7 @@ def resolved(loras: Loras, adapters: Callable[[], Adapters], base: Callable[[], 
     return found
 
 
-def is_pair(value: object) -> bool:
+def is_pair(value: object) -> TypeGuard[tuple[object, float]]:
     """Return True for an adapter with its weight."""
     return (
         isinstance(value, (list, tuple))

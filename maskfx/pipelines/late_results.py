@@ -47,10 +47,10 @@ class LateResults:
     def __init__(self) -> None:
         self.read = 0  # number of results that were read one step late
         self._sides: set[str] = set()  # denoisers whose results others read
-        self._now: dict[Key, Any] = {}  # calls of the current computed step
-        self._before: dict[Key, Any] = {}  # calls of the computed step before it
+        self._now: dict[Key, RunCall] = {}  # calls of the current computed step
+        self._before: dict[Key, RunCall] = {}  # calls of the computed step before it
         self._step = self._in_time = -1
-        self._running: list[Any] = []  # calls that a step didn't wait for
+        self._running: list[RunCall] = []  # calls that a step didn't wait for
 
     def add(self, call: RunCall) -> None:
         """Note a call that is computed."""
@@ -119,9 +119,9 @@ class LateResults:
         if not source.late:
             source.late = True
             self._running = [one for one in self._running if one.values is None] + [source]
-        return before  # type: ignore[no-any-return]
+        return before
 
-    def held(self, call: RunCall) -> Any:
+    def held(self, call: RunCall) -> RunCall | None:
         """Return the call of a side network that stands for one at a step that isn't computed.
 
         None for other denoisers: their outputs are extrapolated. Nothing that is computed reads

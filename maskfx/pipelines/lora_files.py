@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor, nn
 
 from maskfx.errors import InputError
+from maskfx.pipelines.pipeline import Pipeline
 from maskfx.runtime.lora.adapter import Adapter
 from maskfx.runtime.lora.files import (
     ALPHA,
@@ -54,7 +55,7 @@ class LoraTarget:
     unet: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, pipe: Any) -> LoraTarget:
+    def of(cls, pipe: Pipeline) -> LoraTarget:
         """Describe a pipeline; InputError if its class takes no LoRA."""
         original = getattr(type(pipe), "maskfx_original", type(pipe))
         if not hasattr(original, CONVERTER):
@@ -67,7 +68,7 @@ class LoraTarget:
         return cls(kind.__module__, kind.__qualname__, layers, unet)
 
     @cached_property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         return {
             "module": self.module,
             "kind": self.kind,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,8 +130,8 @@ class MaskGrids:
 
     def _where(self, tokens: Tensor | None) -> int | None:
         """Return the index of the latents' first token among more tokens; None if not found."""
-        own: Any = self.latents
-        if tokens is None or tokens.dim() != 3 or tokens.shape[2] < own.shape[2]:
+        own = self.latents
+        if own is None or tokens is None or tokens.dim() != 3 or tokens.shape[2] < own.shape[2]:
             return None
         count, width = own.shape[1:]
         for first in (0, tokens.shape[1] - count):

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import adaptive_max_pool2d, max_pool2d, pad
 
 from maskfx.errors import InputError, MaskError
 
+Pixels = NDArray[np.number[Any]]  # bytes, or floats in [0, 1]
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 SITE = 8  # pixels; how wide a site of the usual latents is
 
@@ -43,7 +45,8 @@ def pixel_mask(given: object, where: str = "mask_image") -> Tensor:
             "white, 1 or True is what is edited"
         )
     value = value.detach().cpu()
-    level = 128 if value.dtype == torch.uint8 else 0.5
+    bytes_ = value.dtype == torch.uint8 and bool((value > 1).any())  # else numbers of 0 and 1
+    level = 128 if bytes_ else 0.5
     chosen = value if value.dtype == torch.bool else value >= level
     if chosen.dim() == 4:
         chosen = chosen.any(0)
@@ -138,7 +141,7 @@ def grid_of(tokens: int, height: int, width: int) -> tuple[int, int] | None:
 # Finished images.
 
 
-def alpha_of(mask: Tensor, size: Sequence[int], feather: int) -> np.ndarray[Any, Any]:
+def alpha_of(mask: Tensor, size: Sequence[int], feather: int) -> Pixels:
     """Return the new image's weights, (height, width, 1); the ramp lies inside the mask."""
     whole = pooled(mask, size)
     inside, alpha = whole, torch.zeros(whole.shape)
@@ -193,9 +196,7 @@ def overlay_one(image: object, original: object, mask: Tensor, feather: int) -> 
     return image
 
 
-def mix(
-    new: np.ndarray[Any, Any], old: np.ndarray[Any, Any], alpha: np.ndarray[Any, Any]
-) -> np.ndarray[Any, Any]:
+def mix(new: Pixels, old: Pixels, alpha: Pixels) -> Pixels:
     """Blend two images: `old` exactly where alpha is 0, `new` exactly where it is 1."""
     blend = old + alpha * (new.astype(np.float32) - old)
     if new.dtype == np.uint8:
@@ -224,9 +225,7 @@ def is_picture(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() in (3, 4) and value.shape[-3] in (1, 3)
 
 
-def as_numbers(
-    original: object, shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> np.ndarray[Any, Any]:
+def as_numbers(original: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pixels:
     """Convert an original to (height, width, channels) of bytes, or of floats in [0, 1]."""
     height, width, channels = shape
     if not isinstance(original, Image.Image):
@@ -243,7 +242,7 @@ def as_numbers(
     return pixels if dtype == np.uint8 else pixels.astype(dtype) / 255
 
 
-def as_array(value: object) -> np.ndarray[Any, Any]:
+def as_array(value: object) -> Pixels:
     """Convert an image to (height, width, channels) of floats in [0, 1]."""
     if isinstance(value, Tensor):
         array = value.detach().cpu().float().numpy()
@@ -256,6 +255,6 @@ def as_array(value: object) -> np.ndarray[Any, Any]:
     return array / 2 + 0.5 if array.min() < 0 else array  # inputs of VAEs are in [-1, 1]
 
 
-def as_picture(array: np.ndarray[Any, Any]) -> Image.Image:
+def as_picture(array: Pixels) -> Image.Image:
     pixels = np.rint(array * 255).clip(0, 255).astype(np.uint8)
     return Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)

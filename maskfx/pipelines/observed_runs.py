@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import call_of
 from maskfx.pipelines.patch_handler import PatchHandler, PatchSessions
+from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.state import PipelineState
 from maskfx.runtime.reuse.judge_training import ObservedRun
@@ -46,7 +46,7 @@ class Observer:
 
 
 def observed_run(
-    pipe: Any, arguments: Mapping[str, object], side: int
+    pipe: Pipeline, arguments: Mapping[str, object], side: int
 ) -> dict[str, list[ObservedRun]]:
     """Run a compiled pipeline once; return what was observed, by denoiser.
 

@@ -63,7 +63,7 @@ def set_template(result: Any, template: object) -> None:
         result.template = template
 
 
-def force_images(result: object) -> Any:
+def force_images(result: object) -> object:
     """Replace deferred images of a result by real tensors; no deferred tensor leaves a run."""
     images = images_of(result)
     if isinstance(images, Tensor):

@@ -7,7 +7,9 @@ next one the picture. They share its components.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
+
+from torch import Tensor
 
 
 class Pipeline(Protocol):
@@ -19,15 +21,24 @@ class Pipeline(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
+class SchedulerOutput(Protocol):
+    """What a scheduler's step returns as an object."""
+
+    prev_sample: Tensor
+
+
+StepOutput = Tensor | tuple[Tensor, ...] | SchedulerOutput  # of a scheduler; the latents come first
+
+
 class Scheduler(Protocol):
     """A diffusers scheduler. Its times, `timesteps`, are set by the pipeline's run."""
 
-    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+    def step(self, *args: Any, **kwargs: Any) -> StepOutput: ...
 
     def set_timesteps(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-def is_pipeline(value: object) -> bool:
+def is_pipeline(value: object) -> TypeGuard[Pipeline]:
     """Return True for a diffusers pipeline, or an object with the same interface."""
     return hasattr(value, "components") and callable(value) and not isinstance(value, type)
 
@@ -37,7 +48,7 @@ def is_inner(part: object) -> bool:
     return hasattr(type(part), "components") and is_pipeline(part)
 
 
-def attributes_of(pipe: object) -> dict[str, Any]:
+def attributes_of(pipe: object) -> dict[str, object]:
     """Return the attributes of an object itself, for callers that may change them."""
     return getattr(pipe, "__dict__", {})
 

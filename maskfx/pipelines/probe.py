@@ -93,7 +93,7 @@ def same(one: object, other: object) -> bool:
     return bool(torch.allclose(one, other, rtol=0, atol=CLOSE * size))
 
 
-def autoencoders_of(pipe: object) -> dict[str, Any]:
+def autoencoders_of(pipe: object) -> dict[str, object]:
     """Return the parts of a pipeline that encode and decode images, by attribute."""
     return {
         name: part

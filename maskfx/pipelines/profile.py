@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +19,13 @@ from maskfx.pipelines.call_handler import CallPart, DenseHandler
 from maskfx.pipelines.compile import call_of, pipeline_state_of
 from maskfx.pipelines.late_lora import LateLora
 from maskfx.pipelines.lora import CallAdapters
+from maskfx.pipelines.pipeline import Pipeline
 from maskfx.runtime.lora.profile import COSINE, Profile, first_below
 from maskfx.runtime.lora.registry import RegisteredAdapter
 from maskfx.runtime.reuse.session import times_of
 from maskfx.runtime.steps import AnyStep
 
-Arguments = Mapping[str, Any]
+Arguments = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class LatentTrace(DenseHandler):
 
 
 def profile_adapter(
-    pipe: Any,
+    pipe: Pipeline,
     adapter: RegisteredAdapter,
     calls: Sequence[Callable[[], Arguments]],
     weight: float = 1.0,

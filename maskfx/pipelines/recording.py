@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from math import inf
-from typing import Any
 
 import torch
 
-from maskfx.errors import AdapterError, BudgetError, EngineError, InputError
+from maskfx.errors import AdapterError, BudgetError, Cancelled, EngineError, InputError
 from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall, TemplateKey, template_name
 from maskfx.pipelines.call_handler import RecordHandler
@@ -24,6 +23,10 @@ log = logging.getLogger(__name__)
 
 # cancelled, past its deadline, or without its adapter: the next request records
 STOPPED = (EngineError, BudgetError, AdapterError)
+
+
+class RecordingInterrupted(Cancelled):
+    """The caller interrupted the pipeline (`_interrupt`) while it recorded a template."""
 
 
 def find_template(call: PipelineCall, mismatched: Collection[str] = ()) -> TemplateSource | None:
@@ -200,10 +203,15 @@ def run_whole_recording(call: PipelineCall, key: TemplateKey, **changed: object)
     handler = RecordHandler(state.library, key.name, key.selection, title, state.codes)
     with progress.work("recording", title):
         call.as_recorded().with_arguments(key.arguments).run(handler, **changed)
+        if vars(call.pipe).get("_interrupt"):  # the steps after that are missing
+            raise RecordingInterrupted(
+                f"{type(call.pipe).__name__}: the recording of a template was interrupted "
+                "(_interrupt is True), and nothing of it is kept; call again to record it"
+            )
         handler.finish()
 
 
-def record_result(call: PipelineCall) -> tuple[Any, Template]:
+def record_result(call: PipelineCall) -> tuple[object, Template]:
     """Run a call and record it; return its result and the template of the image it made.
 
     A call that names a quality records the steps that edits in it compute; others record all.

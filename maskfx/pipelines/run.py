@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.ir.late import LateTensor
 from maskfx.ir.level_shares import MaskWork
-from maskfx.ir.module_settings import Switches
+from maskfx.ir.module_settings import RunSettings
 from maskfx.ir.values import copy_of, made_object
 from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler, CallPart
@@ -49,6 +49,7 @@ from maskfx.pipelines.late_results import LateResults
 from maskfx.pipelines.late_rows import LateRows
 from maskfx.pipelines.lora import CallAdapters, suspended
 from maskfx.pipelines.masks import Box
+from maskfx.pipelines.pipeline import StepOutput
 from maskfx.pipelines.schedule import RunSchedule, latents_of, steps_of, with_latents
 from maskfx.pipelines.stand_in import is_hooked
 from maskfx.pipelines.waiting import Wait, wait_uninterrupted
@@ -61,7 +62,7 @@ from maskfx.runtime.sites.mask import Mask, MaskCache
 from maskfx.runtime.step_kinds import StepKind
 
 Execute = Callable[[list["DenoiserCall"]], None]
-Shapes = dict[tuple[str, ShapeKey], Any]  # denoiser and inputs -> shapes of the result
+Shapes = dict[tuple[str, ShapeKey], object]  # denoiser and inputs -> shapes of the result
 
 
 @dataclass(eq=False)
@@ -179,8 +180,8 @@ class PipelineRun:
     wait: Wait = wait_uninterrupted  # for an adapter
     late: LateResults | None = None  # None: denoisers read one another's results in time
     rows: LateRows | None = None  # None: ranks wait for one another's rows
-    follow: Callable[[str], Switches] | None = None  # returns a denoiser's switches
-    switches: dict[str, Switches] = field(default_factory=dict)  # of denoisers, at their first call
+    follow: Callable[[str], RunSettings] | None = None  # returns a denoiser's settings
+    settings: dict[str, RunSettings] = field(default_factory=dict)  # as of their first call
     _counts: Counter[str] = field(default_factory=Counter)
     _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
     _times: frozenset[float] = frozenset()
@@ -204,12 +205,12 @@ class PipelineRun:
         if id(module) not in self._hooked:
             self._hooked[id(module)] = is_hooked(module)
         if self._hooked[id(module)]:
-            self.note(f"{name}: hooks act on its parts (offloading?); it runs dense")
+            self.note(f"{name}: hooks act on it or its parts (offloading?); it runs dense")
             return False
-        if self.follow is not None and name not in self.switches:
-            self.switches[name] = self.follow(name)
-        if name in self.switches and self.switches[name].changed():
-            self.note(f"{name}: the pipeline changes a switch of it during the run; it runs dense")
+        if self.follow is not None and name not in self.settings:
+            self.settings[name] = self.follow(name)
+        if name in self.settings and self.settings[name].changed():
+            self.note(f"{name}: a setting of it changes during the run; it runs dense from there")
             return False
         return True
 
@@ -280,11 +281,13 @@ class PipelineRun:
         """Whether outputs of earlier steps are used, so that changes of the function matter."""
         return self.handler.selection.skips or bool(self.late or self.rows)
 
-    def _guess(self, call: DenoiserCall) -> Any:
+    def _guess(self, call: DenoiserCall) -> object:
         """Return the result of a call that isn't computed; None if it must be."""
         held = None if self.late is None else self.late.held(call)
-        if held is not None and (shapes := self.shapes.get((call.name, held.shape))) is not None:
-            return deferred_like(shapes, device_of(call.inputs), self.ledger, held)
+        if held is not None and held.shape is not None:
+            shapes = self.shapes.get((call.name, held.shape))
+            if shapes is not None:
+                return deferred_like(shapes, device_of(call.inputs), self.ledger, held)
         self.ledger.settle()  # the forecast needs the outputs before
         return self.forecasts.at(key_of(call), call.times, call.inputs)
 
@@ -338,7 +341,7 @@ class PipelineRun:
             self._counts.clear()
         self._times = now
 
-    def after_step(self, result: object) -> object:
+    def after_step(self, result: StepOutput) -> StepOutput:
         """End a step of the scheduler; return its result with the latents the handler changed."""
         self._begin()
         latents = latents_of(result)

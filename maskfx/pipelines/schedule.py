@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from maskfx.pipelines.pipeline import Scheduler, attributes_of, nested_pipelines
+from maskfx.pipelines.pipeline import Scheduler, StepOutput, attributes_of, nested_pipelines
 from maskfx.pipelines.template_key import config_of, digest
 
 CLOSE = 1e-4  # times that differ by less, relative to the larger, are the same
@@ -140,14 +140,14 @@ def format_times(times: list[float]) -> str:
     return ", ".join(f"{time:g}" for time in times[:3]) + (", ..." if len(times) > 3 else "")
 
 
-def latents_of(result: Any) -> Any:
+def latents_of(result: StepOutput) -> Tensor:
     """Return the latents in what a scheduler's `step` returned."""
     if isinstance(result, Tensor):
         return result
     return result[0] if isinstance(result, tuple) else result.prev_sample
 
 
-def with_latents(result: Any, value: Tensor) -> Any:
+def with_latents(result: StepOutput, value: Tensor) -> StepOutput:
     """Return the result of a scheduler's `step` with other latents."""
     if isinstance(result, Tensor):
         return value

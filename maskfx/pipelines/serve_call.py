@@ -14,11 +14,11 @@ from maskfx.errors import InputError
 from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall
 from maskfx.pipelines.call_handler import DenseHandler, SelectedStepsHandler
-from maskfx.pipelines.edit_handler import EditHandler
+from maskfx.pipelines.edit_handler import EditHandler, InterruptedHandler
 from maskfx.pipelines.masks import overlay, pixel_masks
 from maskfx.pipelines.outputs import as_list, set_template, with_images
 from maskfx.pipelines.patch_handler import PatchHandler, PatchSessions
-from maskfx.pipelines.recording import find_template, record_result
+from maskfx.pipelines.recording import RecordingInterrupted, find_template, record_result
 from maskfx.pipelines.schedule import steps_read_mask
 from maskfx.pipelines.state import Template
 from maskfx.pipelines.template_library import ScheduleMismatch, TemplateIncomplete, TemplateSource
@@ -34,7 +34,7 @@ def serve_call(call: PipelineCall) -> Any:
         return run_call(running)
 
 
-def run_call(call: PipelineCall) -> Any:
+def run_call(call: PipelineCall) -> object:
     if call.mask is not None:
         return serve_edit(call)
     if call.options.record:
@@ -60,15 +60,19 @@ def patch_sessions(call: PipelineCall) -> PatchSessions | None:
     return PatchSessions(settings, state.pool, state.notes, state.patches, call.quality.refresh)
 
 
-def serve_edit(call: PipelineCall) -> Any:
+def serve_edit(call: PipelineCall) -> object:
     """Run an edit; outside the mask the result has the original's pixels.
 
-    Where the scheduler applies the mask, white may be what it keeps: the pipeline runs as it is.
+    Where the scheduler applies the mask, white may be what it keeps: the pipeline runs as it is. So
+    does one that accepts a mask itself, if nothing is masked.
     """
     if call.state.accepts_mask and steps_read_mask(call.pipe):
         call.state.notes["its scheduler applies the mask, in its own way, so edits run dense"] += 1
         return call.run(DenseHandler())
     masks = pixel_masks(call.mask)
+    if call.state.accepts_mask and call.options.template is None and not torch.stack(masks).any():
+        call.state.notes["its mask masks nothing: the pipeline runs as it is"] += 1
+        return call.run(DenseHandler())
     check_picture(call)
     row = call.count_edited(len(masks))
     if call.state.records:
@@ -120,7 +124,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
-def run_edit(call: PipelineCall, mask: Tensor, row: int) -> tuple[Any, EditHandler]:
+def run_edit(call: PipelineCall, mask: Tensor, row: int) -> tuple[object, EditHandler]:
     """Run the pipeline once with an edit; return its result and the handler of the run.
 
     If the template has lost an entry by the time it is read (a damaged file, a removed directory),
@@ -131,7 +135,12 @@ def run_edit(call: PipelineCall, mask: Tensor, row: int) -> tuple[Any, EditHandl
     mismatched: set[str] = set()
     chances = CHANCES
     while True:
-        source = find_template(call, mismatched)
+        try:
+            source = find_template(call, mismatched)
+        except RecordingInterrupted as interrupted:
+            state.notes[str(interrupted)] += 1
+            ending = InterruptedHandler(mask, call.quality, None, state.notes, row, pipe=call.pipe)
+            return call.run(ending), ending
         template = None
         if source is not None:
             renewable = not passed and not state.library.made_picture(source.name) and chances > 1

@@ -2,7 +2,8 @@
 
 The module is otherwise unchanged, including class, weights, config and hooks; outside of a run it
 computes as before. Several pipelines may share a module: it has one stand-in until the last of them
-removes it.
+removes it. The module's own hooks act when the pipeline calls it, not again when the call is
+computed. Copies and pickles of the module have no stand-ins.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args, get_type_hints
 
+import torch
 from torch import nn
 
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.runtime.offload import whole_hook
 
 STEP_ARGUMENT = re.compile(r"timestep\w*|t")  # arguments of denoisers only
+HOOKED_CALL = "_call_impl"  # what PyTorch calls: the hooks, and `forward` between them
+WRAPPED = "_orig_mod"  # the module that `torch.compile` has wrapped
+COMPUTES = object()  # the answer of a run that leaves a call to the module
+STATE = "__getstate__"  # what copies and pickles are made from
 
 
 class CallReceiver(Protocol):
@@ -43,6 +49,7 @@ class CallReceiver(Protocol):
 
 
 CURRENT: ContextVar[CallReceiver | None] = ContextVar("maskfx run", default=None)
+COMPUTED: ContextVar[frozenset[nn.Module]] = ContextVar("maskfx computed", default=frozenset())
 
 
 @contextmanager
@@ -55,10 +62,22 @@ def running(caller: CallReceiver | None) -> Iterator[None]:
         CURRENT.reset(token)
 
 
+@contextmanager
+def computing(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Compute calls of these modules within the context; their own hooks have acted before."""
+    token = COMPUTED.set(frozenset(modules))
+    try:
+        with running(None):
+            yield
+    finally:
+        COMPUTED.reset(token)
+
+
 def find_denoisers(components: Mapping[str, object]) -> dict[str, nn.Module]:
     """Return the modules with a timestep argument by name, including those in lists of nets."""
     found: dict[str, nn.Module] = {}
-    for name, module in components.items():
+    for name, part in components.items():
+        module = getattr(part, WRAPPED, part)
         if not isinstance(module, nn.Module):
             continue
         nets = getattr(module, "nets", None)
@@ -103,7 +122,8 @@ def is_hooked(module: nn.Module) -> bool:
     """Return True if hooks run before or after its parts: offloading, casting, block caching.
 
     Such a module must run as a whole, at the time it is called. A hook that only moves the whole
-    module to its device doesn't count.
+    module to its device doesn't count. PyTorch's hooks on parts are part of what is captured, those
+    on the module itself act when the pipeline calls it.
     """
     return any(
         hasattr(part, "_hf_hook")
@@ -129,9 +149,23 @@ def install(module: nn.Module, method: str = "forward") -> None:
         standin = StandIn(getattr(module, method), module.__dict__.get(method))
         if method == "forward":
             module.__dict__[method] = dispatching_forward(module, standin)
+            replace_method(module, HOOKED_CALL, call_with_hooks_once)
         else:
             module.__dict__[method] = dispatching_method(module, method, standin)
+        if installed(module, STATE) is None:
+            replace_method(module, STATE, state_without_stand_ins)
     standin.users += 1
+
+
+def replace_method(
+    module: nn.Module,
+    method: str,
+    made: Callable[[nn.Module, StandIn], Callable[..., Any]],
+) -> None:
+    """Give a module a method in place of its own, for as long as it has stand-ins."""
+    standin = StandIn(getattr(module, method), module.__dict__.get(method))
+    function = module.__dict__[method] = made(module, standin)
+    function.__dict__["maskfx_standin"] = standin
 
 
 def remove(module: nn.Module, method: str = "forward") -> None:
@@ -142,9 +176,20 @@ def remove(module: nn.Module, method: str = "forward") -> None:
     standin.users -= 1
     if standin.users:
         return
-    del module.__dict__[method]
-    if standin.before is not None:
-        module.__dict__[method] = standin.before
+    restore(module, method)
+    if method == "forward":
+        restore(module, HOOKED_CALL)
+    if not any(installed(module, name) for name in vars(module) if name != STATE):
+        restore(module, STATE)
+
+
+def restore(module: nn.Module, method: str) -> None:
+    """Give a module the method that it had before the stand-in, if it has one."""
+    standin = installed(module, method)
+    if standin is not None:
+        del module.__dict__[method]
+        if standin.before is not None:
+            module.__dict__[method] = standin.before
 
 
 def installed(module: nn.Module, method: str = "forward") -> StandIn | None:
@@ -152,38 +197,89 @@ def installed(module: nn.Module, method: str = "forward") -> StandIn | None:
     return found
 
 
-def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., Any]:
+def untraced(function: Callable[..., object]) -> Callable[..., object]:
+    """Return a function that `torch.compile` calls and doesn't trace.
+
+    The user may have compiled the module by it, and a run isn't part of what the module computes.
+    """
+    found: Callable[..., object] = torch.compiler.disable(function)
+    return found
+
+
+def call_with_hooks_once(module: nn.Module, standin: StandIn) -> Callable[..., object]:
+    """Return a `_call_impl`, which runs a module's hooks around `forward`.
+
+    A call that is computed for a pipeline runs `forward` alone: the pipeline's own call has run the
+    hooks, or runs them when it has the result.
+    """
+    original = standin.original
+    computed = untraced(lambda: module in COMPUTED.get())
+
+    def call(*args: object, **kwargs: object) -> Any:
+        if computed():
+            return module.forward(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def state_without_stand_ins(module: nn.Module, standin: StandIn) -> Callable[[], object]:
+    """Return a `__getstate__`, from which copies and pickles of a module are made."""
+    original = standin.original
+
+    def state() -> Any:
+        found = original()
+        if not isinstance(found, dict):
+            return found  # the module decides what its copies have
+        stand_ins = {name: own for name in found if (own := installed(module, name)) is not None}
+        before = {n: own.before for n, own in stand_ins.items() if own.before is not None}
+        return {n: value for n, value in found.items() if n not in stand_ins} | before
+
+    return state
+
+
+def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., object]:
     """Return a `forward` that dispatches calls; a function, because captures read its code."""
     original = standin.original
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def forward(*args: object, **kwargs: object) -> Any:
+    @untraced
+    def dispatch(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         run = CURRENT.get()
         if run is None or not run.handles(module):
-            return original(*args, **kwargs)
+            return COMPUTES
         return run.call(module, named_arguments(signature, args, kwargs))
+
+    @functools.wraps(original)
+    def forward(*args: object, **kwargs: object) -> Any:
+        found = dispatch(args, kwargs)
+        return original(*args, **kwargs) if found is COMPUTES else found
 
     forward.__dict__["maskfx_standin"] = standin
     return forward
 
 
-def dispatching_method(autoencoder: nn.Module, method: str, standin: StandIn) -> Callable[..., Any]:
+def dispatching_method(
+    autoencoder: nn.Module, method: str, standin: StandIn
+) -> Callable[..., object]:
     """Return a method that dispatches to the current run, which may decline the call."""
     original = standin.original
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def dispatch(*args: object, **kwargs: object) -> Any:
+    @untraced
+    def dispatch(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         run = CURRENT.get()
-        if run is not None:
-            found = run.code(autoencoder, method, named_arguments(signature, args, kwargs))
-            if found is not None:
-                return found
-        return original(*args, **kwargs)
+        if run is None:
+            return None
+        return run.code(autoencoder, method, named_arguments(signature, args, kwargs))
 
-    dispatch.__dict__["maskfx_standin"] = standin
-    return dispatch
+    @functools.wraps(original)
+    def called(*args: object, **kwargs: object) -> object:
+        found = dispatch(args, kwargs)
+        return original(*args, **kwargs) if found is None else found
+
+    called.__dict__["maskfx_standin"] = standin
+    return called
 
 
 def is_coded(part: object, method: str) -> bool:
@@ -196,7 +292,7 @@ def is_coded(part: object, method: str) -> bool:
 
 def named_arguments(
     signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a call's arguments by name, without defaults; entries of `**kwargs` by their names."""
     bound = dict(signature.bind(*args, **kwargs).arguments)
     for parameter in signature.parameters.values():

@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from maskfx.ir.module_settings import KnownSettings, Switches
+import torch
+
+from maskfx.ir.module_settings import KnownSettings, RunSettings, Switches
+from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
@@ -51,7 +54,7 @@ class CallOptions:
     record: bool = False
     mask_image: object = None  # for a pipeline without this argument
     image: object = None
-    lora: Any = None  # see `maskfx.pipelines.late_lora.WANTED`
+    lora: Loras = None
 
 
 @dataclass
@@ -113,11 +116,13 @@ class PipelineState:
             if name in self.autoencoders and before not in (None, now):
                 denoiser.forget()
 
-    def follow(self, name: str) -> Switches:
-        """Return a denoiser's switches at the first call of a run.
+    def follow(self, name: str, closely: bool = False) -> RunSettings:
+        """Return a denoiser's settings at the first call of a run.
 
         Captures of other settings are discarded. Pipelines set some when they begin, such as
-        attention processors and scales, so those before the run may be others.
+        attention processors and scales, so those before the run may be others. During a run they
+        set switches alone; callbacks may set anything, so that all settings are compared at each
+        call (`closely`).
         """
         denoiser = self.denoisers[name]
         now, known = self._digest(self.acting, name, denoiser), CAPTURED.get(denoiser)
@@ -125,7 +130,7 @@ class PipelineState:
             CAPTURED[denoiser] = now, Switches(denoiser.module)
             if known is not None:
                 denoiser.forget()
-        return CAPTURED[denoiser][1]
+        return RunSettings(CAPTURED[denoiser][1], self.acting[name] if closely else None)
 
     def restore_settings(self) -> None:
         """Give the denoisers the objects and switches that they had before a run that failed.
@@ -158,4 +163,11 @@ class PipelineState:
         """Return a digest of all pipeline state that a recording depends on, weights included."""
         modules = {name: denoiser.module for name, denoiser in self.denoisers.items()}
         weights = {name: denoiser.fingerprint() for name, denoiser in self.denoisers.items()}
-        return digest([self.fingerprint.digest(pipe.components, modules, self.settings), weights])
+        parts: list[object] = [self.fingerprint.digest(pipe.components, modules, self.settings)]
+        return digest([*parts, weights, *autocast_dtypes()])
+
+
+def autocast_dtypes() -> list[str]:
+    """Return the types that `torch.autocast` computes in around this call, by kind of device."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds]

@@ -16,14 +16,14 @@ import json
 import pickle
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from maskfx.errors import InputError
+from maskfx.errors import SignatureError
 from maskfx.pipelines.masks import like_mask
 from maskfx.pipelines.stand_in import named_arguments
 from maskfx.runtime.weights import Weights
@@ -45,7 +45,7 @@ def bind_arguments(
     try:
         return named_arguments(signature, args, kwargs)
     except TypeError as error:
-        raise InputError(
+        raise SignatureError(
             f"{type_name(call)}: {error}; it accepts {', '.join(list(signature.parameters)[1:])}, "
             "and maskfx adds quality, template and record"
         ) from error
@@ -151,10 +151,11 @@ def count_pictures(pictures: object) -> int:
     return len(pictures) if isinstance(pictures, (list, tuple)) else 1
 
 
-def only_one(value: Any) -> Any:
+def only_one(value: object) -> object:
     """Unwrap a list of one text."""
-    one = isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str)
-    return value[0] if one else value
+    if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str):
+        return value[0]
+    return value
 
 
 def type_name(call: object) -> str:
@@ -226,7 +227,13 @@ def digest(value: object) -> str:
     return found.hexdigest()
 
 
-def update_digest(found: Any, value: object) -> None:
+class Digest(Protocol):
+    """A hash that is updated with bytes, as those of `hashlib`."""
+
+    def update(self, data: Any, /) -> None: ...
+
+
+def update_digest(found: Digest, value: object) -> None:
     if isinstance(value, Image.Image):
         update_digest(found, ["picture", value.mode, list(value.size)])
         found.update(value.tobytes())

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,7 +119,7 @@ class TemplateLibrary:
         return self.templates[name]
 
     def take_room(
-        self, template: str, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]
+        self, template: str, denoiser: CompiledDenoiser, inputs: Mapping[str, object]
     ) -> bool:
         """Take the room of a recorded call of an autoencoder; return False if there is none.
 

@@ -136,7 +136,7 @@ class DenseBatcher:
         form = self._forms.find(key, lambda: self._form(inputs, values, spec))
         return None if form is None else ShapedCall(form, values)
 
-    def _form(self, inputs: Inputs, values: list[Any], spec: pytree.TreeSpec) -> CallForm | None:
+    def _form(self, inputs: Inputs, values: list[object], spec: pytree.TreeSpec) -> CallForm | None:
         try:
             leaves = roles_.infer(self.module, inputs, self.roles)
             batch = roles_.observed_sizes(leaves, values)["batch"]
@@ -232,8 +232,8 @@ def _shape(value: object) -> Hashable:
     return (type(value),)
 
 
-def _same(one: Any, other: Any, equal: Equality) -> bool:
-    if isinstance(one, Tensor):
+def _same(one: object, other: object, equal: Equality) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
         return equal(one, other)
     return same_constant(one, other)
 

@@ -31,7 +31,7 @@ CASTS = ("to", "float", "half", "bfloat16", "type")
 RESIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full")
 
 
-def maskfx_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def maskfx_backend(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
     """Wrap a graph for torch.compile; the entry point `maskfx` of torch_dynamo_backends."""
     return GraphDenoiser(gm)
 
@@ -47,7 +47,7 @@ class GraphDenoiser:
         self.numbers: dict[int, float] = {}
         self.recorded: set[str] = set()
 
-    def __call__(self, *values: object) -> Any:
+    def __call__(self, *values: object) -> object:
         active = current_editing()
         if active is None or not self.signature.arguments:
             return self.gm(*values)

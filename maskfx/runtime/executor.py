@@ -25,7 +25,7 @@ from maskfx.ir.program import Program
 from maskfx.ir.sources import Cached
 from maskfx.ir.values import Equality
 from maskfx.runtime.backends.eager import PackedWeights, Runner
-from maskfx.runtime.backends.graph_function import Fetch
+from maskfx.runtime.backends.graph_function import Fetch, Run
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member, in_batches
@@ -54,7 +54,7 @@ FRAMES = 32  # frames kept: batches whose tables may be reused
 RunnerKey = tuple[str, bool, frozenset[str], frozenset[str]]
 
 # Returns what runs a program's graph, or (if True) the one that records.
-GraphSource = Callable[[Program, bool], Callable[[Fetch], Any]]
+GraphSource = Callable[[Program, bool], Run]
 
 # Computes a batch on other ranks and returns what the program's graph does; None if it can't.
 Split = Callable[[Program, bool, Frame, Sequence[ValidatedCall], Sequence[Member]], Any]
@@ -84,7 +84,7 @@ class BatchExecutor:
         self.equal = Equality()
         self.packed: PackedWeights = WeakIdKeyDictionary()
         self.twins, self.stacks = Twins(settings.inductor), StackCache()
-        self.runners: dict[RunnerKey, Callable[[Fetch], Any]] = {}
+        self.runners: dict[RunnerKey, Run] = {}
         self.by_stretch = StretchSteps()
         self.loads = Prefetcher(self._frame, loader)
         self.paddings: MutableMapping[Frame, PaddedFrame] = WeakIdKeyDictionary()
@@ -341,7 +341,7 @@ class BatchExecutor:
         frame: Frame,
         members: Sequence[Member],
         packed: frozenset[str],
-    ) -> Callable[[Fetch], Any]:
+    ) -> Run:
         """Return the callable that runs a program; recordings are rare and run eagerly.
 
         One made for more late inputs than there are gives the same results, so that what happens

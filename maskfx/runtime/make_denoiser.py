@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
@@ -19,7 +18,7 @@ def compiled(
     module: nn.Module,
     settings: Settings,
     roles: Mapping[str, Roles] | None = None,
-    example_inputs: Mapping[str, Any] | None = None,
+    example_inputs: Mapping[str, object] | None = None,
     loader: Loader | None = None,
     link: Loader | None = None,
 ) -> CompiledDenoiser:

@@ -126,7 +126,7 @@ class ProgramCache:
             compilation.program = self.programs.setdefault(program.code, program)
 
     def _serving(
-        self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec, single: bool
+        self, inputs: dict[str, object], values: list[object], spec: pytree.TreeSpec, single: bool
     ) -> Compilation:
         found = self._first_serving(self.every, values, spec, single)
         if found is None:
@@ -172,7 +172,7 @@ class ProgramCache:
 
     @torch.no_grad()
     def _taken(
-        self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec, single: bool
+        self, inputs: dict[str, object], values: list[object], spec: pytree.TreeSpec, single: bool
     ) -> Compilation | None:
         """Return what was compiled for an equal module, if it is right for this one."""
         if self.settings.mode != "dense":
@@ -193,7 +193,9 @@ class ProgramCache:
             return found
         return None
 
-    def _is_right(self, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec) -> bool:
+    def _is_right(
+        self, compilation: Compilation, values: list[object], spec: pytree.TreeSpec
+    ) -> bool:
         """Return True if nothing is wrong with a program at this size; else leave no verdict."""
         size = size_of(compilation, values)
         if size is None or not self._verdict(size, compilation, values, spec):
@@ -203,7 +205,9 @@ class ProgramCache:
         return False
 
     @torch.no_grad()
-    def _compile(self, inputs: dict[str, Any], values: list[Any], single: bool) -> Compilation:
+    def _compile(
+        self, inputs: dict[str, object], values: list[object], single: bool
+    ) -> Compilation:
         """Capture and compile the module for these arguments, in the way that narrows most."""
         dense = self.settings.mode == "dense"
         new = self._compiled(inputs, not dense, single)
@@ -271,7 +275,7 @@ class ProgramCache:
         return [one for one in every if id(one) not in self._split and not tried_in_vain(one)]
 
     def _proven(
-        self, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec
+        self, compilation: Compilation, values: list[object], spec: pytree.TreeSpec
     ) -> Compilation:
         """Verify the compilation's program at this size, once; return it without one if wrong."""
         size = size_of(compilation, values)
@@ -292,7 +296,7 @@ class ProgramCache:
         return self._without[number]
 
     def _verdict(
-        self, size: Size, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec
+        self, size: Size, compilation: Compilation, values: list[object], spec: pytree.TreeSpec
     ) -> str | None:
         """Return what is wrong with a program at a size, which is verified once; '' for nothing."""
         program = compilation.program
@@ -305,7 +309,7 @@ class ProgramCache:
                 self._doubtful.add(size)
         return self._verdicts.get(size)
 
-    def _marked(self, compilation: Compilation, inputs: dict[str, Any]) -> MarkedGraph | None:
+    def _marked(self, compilation: Compilation, inputs: dict[str, object]) -> MarkedGraph | None:
         """Return the captured graph for edits that run in full, if it runs."""
         found = compilation.capture
         try:
@@ -316,7 +320,7 @@ class ProgramCache:
             log.debug("a graph doesn't run in full: %s", error)
             return None
 
-    def _warm_tables(self, inputs: dict[str, Any], values: list[Any]) -> None:
+    def _warm_tables(self, inputs: dict[str, object], values: list[object]) -> None:
         """Run the module once before the first capture.
 
         Some modules fill tables at their first call; under capture these would hold fake tensors.
@@ -324,7 +328,7 @@ class ProgramCache:
         if not self.every and not has_meta(self.module, values):
             self._dense(pytree.tree_map(copy_of, inputs))
 
-    def _dense(self, inputs: dict[str, Any]) -> Any:
+    def _dense(self, inputs: dict[str, object]) -> object:
         """Run the module itself; raise InputError if it fails on these inputs."""
         try:
             return self.module(**inputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from maskfx.runtime.sites.mask import Mask
 Size = tuple[str, int | None, int | None, int | None, bool]
 
 
-def size_of(compilation: Compilation, values: Sequence[Any]) -> Size | None:
+def size_of(compilation: Compilation, values: Sequence[object]) -> Size | None:
     """Return what a program is verified for; None if there is nothing to verify."""
     capture, program = compilation.capture, compilation.program
     if program is None:

@@ -5,7 +5,7 @@ Knows nothing of programs and recordings.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def join_results(results: Sequence[Any], listed: bool = True) -> Any:
     if isinstance(first, Mapping):
         columns = {k: join_results([result[k] for result in results], listed) for k in first}
         named = all(isinstance(key, str) for key in columns)  # outputs of diffusers take keywords
-        kind: Any = type(first)
+        kind: Callable[..., Mapping[str, object]] = type(first)
         return kind(**columns) if named else kind(columns)
     if isinstance(first, (list, tuple)):
         columns_ = zip(*results, strict=True)
@@ -101,13 +101,13 @@ class SampleArguments:
 
     def _cut(
         self,
-        value: Any,
+        value: object,
         path: str,
         index: int,
         batch: int,
         leaves: Mapping[str, Argument],
         texts: Mapping[str, list[int]],
-    ) -> Any:
+    ) -> object:
         """Return an argument of a call with a batch, for one of its samples."""
         if isinstance(value, Tensor):
             leaf = leaves[path]
@@ -118,17 +118,17 @@ class SampleArguments:
                 elif role in texts:
                     cuts.append((axis, 0, texts[role][index]))
             return self._view(value, tuple(cuts), keep=not leaf.step)
-        parts: Any
         if isinstance(value, Mapping):
-            parts = value.items()
-            return {k: self._cut(v, f"{path}.{k}", index, batch, leaves, texts) for k, v in parts}
+            return {
+                k: self._cut(v, f"{path}.{k}", index, batch, leaves, texts)
+                for k, v in value.items()
+            }
         if not isinstance(value, (list, tuple)):
             return value
         if len(value) == batch and not any(map(torch.is_tensor, pytree.tree_leaves(value))):
             return type(value)([value[index]])
-        parts = enumerate(value)
         return type(value)(
-            [self._cut(v, f"{path}.{i}", index, batch, leaves, texts) for i, v in parts]
+            [self._cut(v, f"{path}.{i}", index, batch, leaves, texts) for i, v in enumerate(value)]
         )
 
     def _view(self, value: Tensor, cuts: tuple[Cut, ...], keep: bool = True) -> Tensor:

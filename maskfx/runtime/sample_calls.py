@@ -163,7 +163,7 @@ def unchanged(one: Inputs, other: Inputs) -> bool:
     return all(a is b for a, b in pairs)
 
 
-def shapes_of(inputs: Inputs) -> tuple[Any, ...]:
+def shapes_of(inputs: Inputs) -> tuple[object, ...]:
     leaves = pytree.tree_leaves(dict(inputs))
     return tuple(v.shape for v in leaves if isinstance(v, Tensor))
 

@@ -8,6 +8,8 @@ import shutil
 
 from torch import nn
 
+from maskfx.ir.callables import HOOKS
+
 log = logging.getLogger(__name__)
 
 SHARED = "/dev/shm"
@@ -41,13 +43,18 @@ def fits_in_shared_memory(part: nn.Module) -> bool:
         return True
 
 
-def bare(part: object) -> object:
-    """Return a copy of a component without replaced methods and a registry without hooks."""
+def bare(part: object, hooks: bool = True) -> object:
+    """Return a copy of a component without replaced methods and a registry without hooks.
+
+    Without `hooks` a module's own ones stay behind too: they act on the calls of this process.
+    """
     own = object.__new__(type(part))
     hung = {k for k, v in part.__dict__.items() if callable(v) and hasattr(type(part), k)}
     # diffusers' cache_context leaves a registry that refers to the module's methods
     hung |= {k for k in (REGISTRY,) if not getattr(part.__dict__.get(k), "hooks", True)}
     own.__dict__.update({k: v for k, v in part.__dict__.items() if k not in hung})
+    if not hooks:
+        own.__dict__.update({k: type(v)() for k, v in part.__dict__.items() if k in HOOKS})
     return own
 
 

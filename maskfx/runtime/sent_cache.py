@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from maskfx.errors import CacheError
 from maskfx.runtime.cache.step_cache import StepCache
@@ -28,7 +27,8 @@ def received(step: AnyStep, caches: MutableMapping[int, StepCache]) -> AnyStep:
     """
     if not isinstance(step, EditStep):
         return step
-    sent: Any = step.cache
+    sent: object = step.cache
+    assert isinstance(sent, SentCache)
     if sent.contents is not None:
         caches[sent.number] = sent.contents
     if sent.number not in caches:

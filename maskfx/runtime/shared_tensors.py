@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class Packed:
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = list(parts)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type[Packed], tuple[object]]:
         return Packed, ([pickle.PickleBuffer(part) for part in self.parts],)
 
     @property
@@ -203,7 +203,7 @@ class ReferringUnpickler(pickle.Unpickler):
         self._received = received
         self._done: dict[Hashable, Tensor] = {}
 
-    def persistent_load(self, reference: Any) -> Tensor:
+    def persistent_load(self, reference: tuple[Any, ...]) -> Tensor:
         kind, number, *_ = reference
         if kind == KNOWN and number in self._done:
             return self._done[number]

@@ -24,7 +24,7 @@ class SideMemo:
 
     def __init__(self) -> None:
         # tensors and adapters are held, because their ids are in the key
-        self.kept: LruCache[Hashable, tuple[list[object], Sequence[Any]]] = LruCache(RESULTS)
+        self.kept: LruCache[Hashable, tuple[list[object], Sequence[object]]] = LruCache(RESULTS)
 
     def run(
         self,
@@ -55,8 +55,8 @@ class SideMemo:
 
 
 def run_side(
-    side: SideGraph, capture: Capture, values: Sequence[Any], adapters: AdapterSet | None = None
-) -> Sequence[Any]:
+    side: SideGraph, capture: Capture, values: Sequence[object], adapters: AdapterSet | None = None
+) -> Sequence[object]:
     """Run a side graph; one whose batch size is frozen runs as often as the call needs.
 
     Its layers have the updates of the request's adapters.

@@ -54,7 +54,7 @@ class StepBatches:
             for call, parts in zip(calls, each, strict=True)
         ]
 
-    def _run_parts(self, calls: Sequence[ValidatedCall], split: Split | None) -> list[Any]:
+    def _run_parts(self, calls: Sequence[ValidatedCall], split: Split | None) -> list[object]:
         """Run the calls of each program as one batch, and calls without a program one by one."""
         results: list[Any] = [None] * len(calls)
         # a split step waits unlocked, and the programs may change meanwhile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -21,15 +21,15 @@ class StepExecutor(Protocol):
 
     joint: bool
 
-    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
+    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[object]:
         """Return what `CompiledDenoiser.step` would, when the results are there."""
         ...
 
 
 @torch.no_grad()
-def compute_steps(denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
+def compute_steps(denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[object]:
     """Run steps where no other requests' steps may join: dense ones by the module on a CPU."""
-    results: list[Any] = [None] * len(steps)
+    results: list[object] = [None] * len(steps)
     dense = [i for i, step in enumerate(steps) if isinstance(step, DenseStep)]
     weights = next(denoiser.module.parameters(), None)
     if denoiser.settings.inductor or weights is None or weights.device.type != "cpu":

@@ -216,7 +216,7 @@ class ValidatedInputs:
             and v.dim() <= 1
         ]
 
-    def unflatten(self, flat: Sequence[object]) -> Any:
+    def unflatten(self, flat: Sequence[object]) -> object:
         """Return the leaves of a captured graph's result in the module's structure."""
         spec = self.compilation.capture.out_spec
         assert spec is not None, "a capture without a graph has no results"

@@ -14,18 +14,20 @@ import numpy as np
 from torch import Tensor
 
 from maskfx import ops
+from maskfx.compiler.build_program import taps_of
 from maskfx.compiler.fused import fused
 from maskfx.compiler.pieces import Piece, sink_late
 from maskfx.compiler.stretch_pieces import stretch_pieces
+from maskfx.ir.grids import Floats
 from maskfx.ir.program import KEYS, STRETCH, Interface, Program
 from maskfx.runtime.backends.eager import Runner
-from maskfx.runtime.backends.graph_function import Fetch
-from maskfx.runtime.backends.pieces import PieceRunner, Run
+from maskfx.runtime.backends.graph_function import Fetch, Run
+from maskfx.runtime.backends.pieces import PieceRunner
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.read_inputs import InputChanges, relative
 from maskfx.runtime.cache.rolling import RollingCache
-from maskfx.runtime.sites.stretch_choice import Floats, choose_together
+from maskfx.runtime.sites.stretch_choice import choose_together
 from maskfx.runtime.sites.stretch_sites import StretchSites
 
 RunnerKey = tuple[str, frozenset[str], bool]  # a program's code, its late inputs, with kernels
@@ -95,10 +97,8 @@ def make_runner(program: Program, late: frozenset[str], kernels: bool) -> Stretc
 
     stretches = len(program.interface.regions_of(STRETCH))
     assert len(pieces) == stretches, f"{len(pieces)} pieces of {stretches} stretches"
-    output: Any = program.recording.graph.output_node().args[0]
-    names = {
-        tap: str(node.name) for tap, node in zip(program.interface.taps, output[1], strict=True)
-    }
+    ends = taps_of(program.recording)
+    names = {tap: str(node.name) for tap, node in zip(program.interface.taps, ends, strict=True)}
     return StretchRunner(PieceRunner(pieces, compile_piece), names)
 
 
@@ -131,7 +131,7 @@ def choose(
     interface: Interface,
     members: Mapping[int, Member],
     stretch: int,
-    sums: Mapping[int, Any],
+    sums: Mapping[int, Floats],
 ) -> None:
     """Choose the sites of a stretch for these members.
 
@@ -156,7 +156,7 @@ def choose(
                 sites.choose(region, members[number].regions.get(region, mask))
 
 
-def changes_of(own: Sequence[int], sums: Mapping[int, Any]) -> Floats | None:
+def changes_of(own: Sequence[int], sums: Mapping[int, Floats]) -> Floats | None:
     """Return how far the input of one call differs by patch; None if nothing was compared."""
     parts = [sums[number] for number in own if number in sums]
     return relative(np.sum(parts, axis=0)) if parts else None

@@ -30,11 +30,11 @@ from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
 from maskfx.runtime.weights import Weights
 
-Values = dict[fx.Node, Any]
+Values = dict[fx.Node, object]
 AdapterPair = tuple[AdapterSet | None, AdapterSet | None]
 
 
-def run_in_full(call: ValidatedCall, module: nn.Module, weights: Weights) -> Any:
+def run_in_full(call: ValidatedCall, module: nn.Module, weights: Weights) -> object:
     """Run a call that has no program; an edit keeps the recording outside the mask."""
     step, inputs, graph = call.step, call.inputs, call.inputs.compilation.marked
     if isinstance(step, EditStep) and graph is not None and step.cache.given:
@@ -64,7 +64,7 @@ def recorded_adapters(call: ValidatedCall, module: nn.Module) -> AdapterSet | No
     return SetCache(module).of([u for u in call.step.adapters if (u.digest, u.weight) in kept])
 
 
-def recorded_output(call: ValidatedCall) -> Any:
+def recorded_output(call: ValidatedCall) -> object:
     """Return the result of an edit without active sites."""
     assert isinstance(call.step, EditStep)
     device, recorded = call.inputs.latent.device, call.step.cache.output
@@ -106,7 +106,7 @@ def edit_in_full(
     mask: Mask,
     wanted: Sequence[object],
     adapters: AdapterPair = (None, None),
-) -> list[Any]:
+) -> list[object]:
     """Run an edit in full and return the leaves of its result.
 
     Args:
@@ -182,14 +182,14 @@ class SitePair:
     def __init__(self, own: ActiveSites, old: ActiveSites) -> None:
         self.own, self.old = own, old
 
-    def at(self, node: fx.Node, now: Any, then: Any) -> Any:
+    def at(self, node: fx.Node, now: Any, then: Any) -> object:
         """Return the edit's value at active sites and the recorded one elsewhere."""
         several = lanes_of(node)
         if several is not None and isinstance(now, (tuple, list)):
             return type(now)(map(self._chosen, several, now, then))
         return self._chosen(lane_of(node), now, then)
 
-    def _chosen(self, lane: Lane | None, now: Any, then: Any) -> Any:
+    def _chosen(self, lane: Lane | None, now: object, then: Any) -> object:
         if lane is None or not lane.has_sites or lane.is_half or not isinstance(now, Tensor):
             return now
         if not any(map(is_image, lane.segments)):

@@ -12,7 +12,7 @@ from maskfx.runtime.steps import ValidatedCall
 Run = Callable[[Sequence[ValidatedCall], Sequence[Member]], list[Any]]
 
 
-def run_shared(calls: Sequence[ValidatedCall], members: Sequence[Member], run: Run) -> list[Any]:
+def run_shared(calls: Sequence[ValidatedCall], members: Sequence[Member], run: Run) -> list[object]:
     """Return one result per call; `run` runs calls as one batch."""
     try:
         return run(calls, members)

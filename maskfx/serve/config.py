@@ -202,7 +202,7 @@ MASK = "********"
 class SettingValue:
     """The value of a setting, and its origin."""
 
-    value: Any
+    value: object
     origin: str
 
 
@@ -253,7 +253,7 @@ def path_in(variables: Mapping[str, str]) -> Path | None:
 # Sources.
 
 
-def from_command_line(options: Mapping[str, Any]) -> dict[str, SettingValue]:
+def from_command_line(options: Mapping[str, object]) -> dict[str, SettingValue]:
     found = {}
     for key, value in options.items():
         if value is not None:
@@ -288,7 +288,7 @@ def from_file(path: Path) -> dict[str, SettingValue]:
     return found
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield the dotted keys and values of nested tables."""
     for name, value in table.items():
         if isinstance(value, dict):
@@ -360,7 +360,7 @@ def shown(effective: Effective) -> str:
     return "\n".join([*lines, *tables])
 
 
-def flat_values(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_values(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, object]]:
     for name in type(model).model_fields:
         value = getattr(model, name)
         if isinstance(value, BaseModel):

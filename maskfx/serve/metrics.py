@@ -26,10 +26,16 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._add_requests()
+        self._add_steps()
+        self._add_caches()
+        self._add_adapters()
+        self._add_nets()
+        self._add_workers()
 
+    def _add_requests(self) -> None:
         self.num_requests_running = self._gauge("num_requests_running", "Requests in a batch.")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
-
         self.e2e_request_latency_seconds = self._histogram(
             "e2e_request_latency_seconds", "From a request's arrival to its end.", REQUEST_SECONDS
         )
@@ -43,6 +49,7 @@ class Metrics:
             "slo_attained_total", "Requests with a deadline that were in time."
         )
 
+    def _add_steps(self) -> None:
         self.step_latency_seconds = self._histogram(
             "step_latency_seconds", "One step of a batch.", STEP_SECONDS
         )
@@ -68,7 +75,13 @@ class Metrics:
         self.plan_bubble_seconds = self._histogram(
             "plan_bubble_seconds", "Time of a step that waited for loading.", BUBBLE_SECONDS
         )
+        self.patch_sites_total = self._counter(
+            "patch_sites_total",
+            "Sites of requests that reuse patches: computed, or kept from earlier steps.",
+            "state",
+        )
 
+    def _add_caches(self) -> None:
         self.cache_hits_total = self._counter("cache_hits_total", "Entries found.", "tier")
         self.cache_misses_total = self._counter("cache_misses_total", "Entries not found.", "tier")
         self.cache_evictions_total = self._counter(
@@ -89,6 +102,7 @@ class Metrics:
         self.cache_usage_bytes = self._gauge("cache_usage_bytes", "Bytes held.", "tier")
         self._create_tier_series()
 
+    def _add_adapters(self) -> None:
         self.adapter_usage_bytes = self._gauge("adapter_usage_bytes", "LoRAs in memory.")
         self.adapter_hits_total = self._counter(
             "adapter_hits_total", "LoRAs that a request found in memory, or being loaded."
@@ -109,6 +123,8 @@ class Metrics:
         self.adapter_wait_seconds_total = self._counter(
             "adapter_wait_seconds_total", "Time for which requests waited for LoRAs."
         )
+
+    def _add_nets(self) -> None:
         self.net_processes = self._gauge("net_processes", "Processes of nets.")
         self.net_usage_bytes = self._gauge(
             "net_usage_bytes", "Weights that the processes of nets compute with."
@@ -130,12 +146,8 @@ class Metrics:
         self.net_link_bytes_total = self._counter(
             "net_link_bytes_total", "Bytes sent to processes of nets, and received.", "direction"
         )
-        self.patch_sites_total = self._counter(
-            "patch_sites_total",
-            "Sites of requests that reuse patches: computed, or kept from earlier steps.",
-            "state",
-        )
 
+    def _add_workers(self) -> None:
         self.workers = self._gauge("workers", "Ready workers.", "node")
         self.workers_lost_total = self._counter(
             "workers_lost_total", "Workers that ended unasked.", "node"

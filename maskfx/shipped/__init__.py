@@ -58,8 +58,7 @@ def reference(
     precision = {key: options[key] for key in ("dtype", "torch_dtype") if key in options}
     read: Any = diffusers.ControlNetModel.from_pretrained
     net = read(net_folder, **precision)
-    with_net: Any = diffusers.AutoPipelineForInpainting.from_pipe
-    return with_net(pipe, controlnet=net, **precision)
+    return diffusers.AutoPipelineForInpainting.from_pipe(pipe, controlnet=net, **precision)
 
 
 def lora(name: str, of: str = FIRST, folder: Path = FOLDER) -> Path:

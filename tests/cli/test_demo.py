@@ -14,6 +14,7 @@ from PIL import Image
 from maskfx.cli import demo
 from maskfx.cli.demo_sheet import GAP, LINE, SIDE, Panel, difference, masked, sheet
 from maskfx.errors import InputError
+from maskfx.pipelines.state import Template
 from tests.factories.shipped import ship_dit, ship_unet
 
 
@@ -122,7 +123,7 @@ def test_an_edit_begins_with_noise_of_its_own_where_masked(
     library = SimpleNamespace(start=lambda name: [kept])
     monkeypatch.setattr(demo, "pipeline_state_of", lambda pipe: SimpleNamespace(library=library))
     example = demo.Example(Image.new("RGB", mask.size), mask, "")
-    made = demo.same_noise(None, SimpleNamespace(name="t"), example) != 0
+    made = demo.same_noise(None, Template("t"), example) != 0
     sites = made.all(1)[0] if len(shape) == 4 else made.all(-1)[0].view(4, 8)
     wanted = torch.zeros(sites.shape, dtype=torch.bool)
     wanted[3 * len(sites) // 4 :, : sites.shape[1] // 2] = True

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from threading import Event
 from typing import Any
 
 import pytest
@@ -420,3 +423,62 @@ def test_names_places_and_layers_of_torch_leave_sizes_free() -> None:
     assert any("scaled_dot_product_attention" in name for name in names)
     other = numbers(1, 4, 6, 10, seed=1)
     assert near(found.module(sample=other), module(other))
+
+
+# Several threads
+
+
+class Meanwhile(Denoiser):
+    """Calls a function while it is exported."""
+
+    def __init__(self, called: Callable[[], object]) -> None:
+        super().__init__()
+        self.called = called
+
+    def forward(self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():
+            self.called()
+        return super().forward(sample, timestep, encoder_hidden_states)
+
+
+def test_another_thread_runs_the_module_while_it_is_captured() -> None:
+    picture, found = numbers(1, 4, 8, 8, seed=0), list[Tensor]()
+
+    def run() -> None:
+        found.append(module.layer(picture))
+
+    with ThreadPoolExecutor(1) as other:
+        module = Meanwhile(lambda: other.submit(run).result(timeout=10))
+        captured = capture(module, inputs())
+    assert captured.module is not None, captured.notes
+    assert found
+    assert all(torch.equal(one, module.layer(picture)) for one in found)
+
+
+def test_captures_in_two_threads_leave_torch_and_logging_as_they_were() -> None:
+    began, ended = Event(), Event()
+
+    def outlast_first() -> None:
+        began.set()
+        ended.wait(1)
+
+    before = torch.tensor, torch.as_tensor, torch.linspace, logging.root.manager.disable
+    second, given = Meanwhile(outlast_first), inputs()
+
+    def start_second() -> None:
+        if not pending:
+            pending.append(other.submit(capture, second, given))
+            began.wait(1)
+
+    pending: list[Any] = []
+    with ThreadPoolExecutor(1) as other:
+        first = capture(Meanwhile(start_second), inputs())
+        ended.set()
+        captures = [first, pending[0].result(timeout=60)]
+    assert all(one.module is not None for one in captures)
+    assert before == (
+        torch.tensor,
+        torch.as_tensor,
+        torch.linspace,
+        logging.root.manager.disable,
+    )

@@ -338,7 +338,7 @@ def test_each_request_has_schedulers_of_its_own(engine: maskfx.Engine) -> None:
     pipe = copy.copy(pipeline())
     pipe.__dict__["inverse"] = copy.deepcopy(pipe.scheduler)
     pipe.__dict__["alias"] = pipe.scheduler
-    own = engine._own(pipe, Ticket(lambda: None))
+    own = engine._pipelines.own(pipe, Ticket(lambda: None))
     assert own.scheduler is not pipe.scheduler
     assert own.__dict__["inverse"] is not pipe.__dict__["inverse"]
     assert own.__dict__["alias"] is own.scheduler
@@ -373,7 +373,7 @@ def test_requests_tokenize_one_after_another(engine: maskfx.Engine) -> None:
         assert own.tokenizer.model_max_length == 16
         found.extend([own.tokenizer("a"), own.tokenizer.encode("b")])
 
-    owns = [engine._own(pipe, Ticket(lambda: None)) for _ in range(4)]
+    owns = [engine._pipelines.own(pipe, Ticket(lambda: None)) for _ in range(4)]
     threads = [threading.Thread(target=use, args=(own,)) for own in owns]
     for thread in threads:
         thread.start()
@@ -652,7 +652,7 @@ def noise(seed: int) -> torch.Generator:
 
 def test_a_plain_pipeline_is_refused(engine: maskfx.Engine) -> None:
     with pytest.raises(InputError, match=r"maskfx\.compile"):
-        engine.submit(object())
+        engine.submit(object())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [{"running": 0}, {"queue": 1.5}])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import maskfx
-from maskfx.errors import BudgetError, InputError, NumberError
+from maskfx.errors import BudgetError, Cancelled, InputError, NumberError
 from maskfx.pipelines.batches import repeats_each
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.masks import pick
@@ -18,6 +18,7 @@ from maskfx.pipelines.schedule import Schedule
 from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.tiers import Tiers
+from maskfx.runtime.denoiser import CompiledDenoiser
 from tests.factories.pipelines import (
     PIPES,
     STEPS,
@@ -253,6 +254,35 @@ def test_a_recording_with_numbers_that_are_not_finite_is_not_kept():
     library = pipeline_state_of(pipe).library
     assert library.stored_templates() == []
     assert not library._placed
+
+
+def test_an_interrupted_recording_is_not_kept(monkeypatch: pytest.MonkeyPatch):
+    """The recording is the first of the pipeline's runs that an edit makes."""
+    name = "FluxInpaintPipeline"
+    pipe, step, asked = anew(name), CompiledDenoiser.step, list[Any]()
+    wanted = latents(anew(name), **edit(name))
+
+    def stopping(denoiser: CompiledDenoiser, steps: Any) -> Any:
+        asked.append(steps)
+        pipe._interrupt = len(asked) == 2  # as a button does, in another thread
+        return step(denoiser, steps)
+
+    monkeypatch.setattr(CompiledDenoiser, "step", stopping)
+    latents(pipe, **edit(name))
+    assert len(asked) == 2  # the edit is interrupted too
+    assert pipe.templates() == []
+    assert torch.equal(latents(pipe, **edit(name)), wanted)
+    asked.clear()
+    with pytest.raises(Cancelled, match="was interrupted"):
+        maskfx.template(pipe, **call_of(PIPES[name], 8, strength=0.9))
+
+
+def test_a_template_recorded_in_autocast_serves_no_call_outside_of_it():
+    name = "FluxInpaintPipeline"
+    pipe, wanted = anew(name), latents(anew(name), **edit(name))
+    with torch.autocast("cpu", torch.bfloat16):
+        latents(pipe, **edit(name))
+    assert torch.equal(latents(pipe, **edit(name)), wanted)
 
 
 @pytest.mark.parametrize("name", [UNET_SAID, SAID_INPAINT])

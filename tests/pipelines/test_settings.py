@@ -1,6 +1,7 @@
 """Settings of a denoiser: what of its plain values stands in the code that computes it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import maskfx
-from maskfx.ir.module_settings import KnownSettings, Switches, is_plain, settings_of
+from maskfx.ir.callables import is_plain
+from maskfx.ir.module_settings import KnownSettings, Switches, settings_of
 from tests.factories.pipelines import PIPES, call_of, distance, latents, pipe_of, white
 from tests.factories.small_unets import sd
 
@@ -59,6 +61,55 @@ def test_what_parts_call_counts_among_their_settings():
     assert settings_of(module) == found[0]
 
 
+def scaled(by: float) -> Callable[..., Any]:
+    return lambda module, given, result: result * by
+
+
+def test_functions_of_one_name_differ_by_their_code_and_what_they_refer_to():
+    module: Any = nn.Sequential(nn.Linear(2, 2))
+    found = []
+    for called in (
+        lambda x: x + 1,
+        lambda x: x + 2,
+        lambda x: x.sin(),
+        lambda x: x.cos(),
+        lambda x, by=1: x + by,
+        lambda x, by=2: x + by,
+        scaled(1.0),
+        scaled(2.0),
+        partial(scaled(2.0), 1),
+        partial(scaled(2.0), 2),
+        partial(scaled(3.0), 2),
+    ):
+        module[0].forward = called
+        found.append(settings_of(module))
+    assert len(set(found)) == len(found)
+    module[0].forward = scaled(1.0)
+    assert settings_of(module) == found[6]
+
+
+def test_hooks_are_settings():
+    module: Any = nn.Sequential(nn.Linear(2, 2))
+    known, before = KnownSettings(module), settings_of(module)
+    seen = [before]
+    for hook in (scaled(1.0), scaled(2.0)):
+        handle = module[0].register_forward_hook(hook)
+        seen.append(known.digest())
+        handle.remove()
+        assert known.digest() == before
+    handle = module[0].register_forward_pre_hook(lambda *_: None)
+    seen.append(known.digest())
+    handle.remove()
+    assert len(set(seen)) == 4
+
+
+def test_the_modules_own_hooks_are_no_settings():
+    module: Any = nn.Sequential(nn.Linear(2, 2))
+    known, before = KnownSettings(module), settings_of(module)
+    module.register_forward_hook(print)
+    assert settings_of(module) == known.digest() == before
+
+
 def test_known_settings_are_digested_again_when_a_value_changes(monkeypatch: pytest.MonkeyPatch):
     module: Any = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     module[0].processor, module[1].names, module[1].table = Processor(1.0), ["one"], None
@@ -81,6 +132,9 @@ def test_known_settings_are_digested_again_when_a_value_changes(monkeypatch: pyt
         lambda: setattr(module[0], "processor", functional.relu),
         lambda: setattr(module[1], "table", torch.ones(3)),
         lambda: setattr(module[1], "p", torch.ones(3)),  # in place of a number
+        lambda: module[1].register_forward_hook(print),
+        lambda: module[1].register_forward_pre_hook(print),
+        lambda: module[1]._forward_hooks.clear(),
         lambda: module.append(nn.Identity()),
         lambda: module.train(not module.training),
     ]
@@ -131,3 +185,75 @@ def test_attention_that_one_call_replaces_is_not_that_of_the_next():
             latents(one, **call_of(PIPES[name], 0, white(), **given)) for one in (pipe, own)
         )
         assert distance(found, wanted) < 1e-4, (guidance, pag)
+
+
+INPAINT = "StableDiffusionInpaintPipeline"
+
+
+def inpainting() -> Any:
+    return pipe_of(INPAINT, sd)
+
+
+def agree(pipe: Any, own: Any, **more: Any) -> bool:
+    """Whether an edit of the whole picture is the original pipeline's."""
+    found, wanted = (
+        latents(one, **call_of(PIPES[INPAINT], 0, white(), **more)) for one in (pipe, own)
+    )
+    return distance(found, wanted) < 1e-4
+
+
+@pytest.mark.slow
+def test_hooks_on_parts_act_in_edits():
+    own, pipe = inpainting(), maskfx.compile(inpainting(), quality="all-steps")
+    assert agree(pipe, own)
+    for by in (0.5, 0.9):  # after the first edit captured the denoiser
+        handles = [one.unet.mid_block.register_forward_hook(scaled(by)) for one in (pipe, own)]
+        assert agree(pipe, own)
+        for handle in handles:
+            handle.remove()
+    assert agree(pipe, own)
+
+
+@pytest.mark.slow
+def test_hooks_on_a_denoiser_act_once():
+    own, pipe = inpainting(), maskfx.compile(inpainting(), quality="all-steps")
+    for one in (pipe, own):
+        one.unet.register_forward_hook(lambda module, given, result: (result[0] * 0.9,))
+    assert agree(pipe, own)
+
+
+class Halved:
+    """Attention as it was, halved."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return 0.5 * self.own(*args, **kwargs)
+
+
+def halve_attention(unet: Any) -> None:
+    unet.set_attn_processor({n: Halved(p) for n, p in unet.attn_processors.items()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda unet: setattr(unet.mid_block.resnets[0], "output_scale_factor", 2.0),
+        lambda unet: unet.mid_block.register_forward_hook(scaled(0.5)),
+        halve_attention,
+    ],
+)
+def test_what_a_callback_sets_acts_from_the_next_step_on(change: Callable[[Any], object]):
+    own, pipe = inpainting(), maskfx.compile(inpainting(), quality="all-steps")
+
+    def ended(one: Any, step: int, time: object, given: Any) -> dict[str, Any]:
+        if step == 1:
+            change(one.unet)
+        return {}
+
+    assert agree(pipe, own)
+    for _ in range(2):  # the second run has it from the start
+        assert agree(pipe, own, callback_on_step_end=ended, num_inference_steps=4)
+    assert "unet: a setting of it changes during the run" in maskfx.explain(pipe)

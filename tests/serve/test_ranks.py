@@ -46,7 +46,7 @@ def test_a_step_occupies_its_share_of_the_worker() -> None:
 def test_a_model_refuses_settings_that_ranks_dont_support(tmp_path: Path) -> None:
     settings = ServeSettings(ranks=2, lora_dir=tmp_path)
     with pytest.raises(InputError, match="lora_dir"):
-        PipelineModel(settings, lambda event: None, object())
+        PipelineModel(settings, lambda event: None)
 
 
 @pytest.mark.slow

@@ -28,6 +28,13 @@ import xxhash
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from maskfx.compiler.artifact.documents import (
+    CaptureDocument,
+    CompilationDocument,
+    ProgramDocument,
+    SideDocument,
+    SpecDocument,
+)
 from maskfx.compiler.artifact.graphs import (
     Tensors,
     attach,
@@ -35,7 +42,7 @@ from maskfx.compiler.artifact.graphs import (
     read_graph,
 )
 from maskfx.compiler.artifact.plain import Unsavable, decoded, encoded
-from maskfx.compiler.build_program import digest, recording_twin
+from maskfx.compiler.build_program import digest, recording_twin, taps_of
 from maskfx.compiler.capture.branches import Decisions
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import Compilation
@@ -134,7 +141,7 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
-def compilation_document(compilation: Compilation, tensors: Tensors) -> Any:
+def compilation_document(compilation: Compilation, tensors: Tensors) -> CompilationDocument:
     program = compilation.program
     return {
         "capture": capture_document(compilation.capture, tensors),
@@ -142,12 +149,12 @@ def compilation_document(compilation: Compilation, tensors: Tensors) -> Any:
         "request": side_document(compilation.request, tensors),
         "dense": side_document(compilation.dense, tensors),
         "reasons": compilation.reasons,
-        "records": [[r.name, r.rewrites, r.ms, r.nodes] for r in compilation.records],
+        "records": [(r.name, r.rewrites, r.ms, r.nodes) for r in compilation.records],
         "seconds": compilation.seconds,
     }
 
 
-def capture_document(capture: Capture, tensors: Tensors) -> Any:
+def capture_document(capture: Capture, tensors: Tensors) -> CaptureDocument:
     fixed = {role: size for role, size in capture.symbols.items() if isinstance(size, int)}
     decisions = capture.decisions
     return {
@@ -174,21 +181,19 @@ def capture_document(capture: Capture, tensors: Tensors) -> Any:
     }
 
 
-def program_document(program: Program, tensors: Tensors) -> Any:
+def program_document(program: Program, tensors: Tensors) -> ProgramDocument:
     derived = frozenset(item.name for item in program.interface.derived)
-    outputs = next(n for n in program.recording.graph.nodes if n.op == "output").args[0]
-    taps: Any = outputs[1]
     originals = dict(zip(program.recording.graph.nodes, program.module.graph.nodes, strict=True))
     return {
         "graph": graph_document(program.module, tensors, derived),
-        "taps": [originals[node].name for node in taps],
+        "taps": [originals[node].name for node in taps_of(program.recording)],
         "interface": encoded(program.interface),
         "code": program.code,
         "origins": {name: tensors.name_of(value) for name, value in program.origins.items()},
     }
 
 
-def side_document(side: SideGraph | None, tensors: Tensors) -> Any:
+def side_document(side: SideGraph | None, tensors: Tensors) -> SideDocument | None:
     if side is None:
         return None
     return {
@@ -199,7 +204,7 @@ def side_document(side: SideGraph | None, tensors: Tensors) -> Any:
     }
 
 
-def spec_document(spec: pytree.TreeSpec) -> Any:
+def spec_document(spec: pytree.TreeSpec) -> SpecDocument:
     """Return an argument structure as JSON, and the modules that know its classes."""
     try:
         text = pytree.treespec_dumps(spec)
@@ -269,7 +274,7 @@ def many_objects() -> Iterator[None]:
             gc.enable()
 
 
-def read_compilation(document: Mapping[str, Any], captured: str, tensors: Tensors) -> Compilation:
+def read_compilation(document: CompilationDocument, captured: str, tensors: Tensors) -> Compilation:
     return Compilation(
         read_capture(document["capture"], captured, tensors),
         None if document["program"] is None else read_program(document["program"], tensors),
@@ -305,7 +310,7 @@ class ReadCapture(Capture):
             return None
 
 
-def read_capture(document: Mapping[str, Any], captured: str, tensors: Tensors) -> Capture:
+def read_capture(document: CaptureDocument, captured: str, tensors: Tensors) -> Capture:
     decisions, has_graph = document["decisions"], document["has_graph"]
     found = ReadCapture(
         module=None,
@@ -314,7 +319,7 @@ def read_capture(document: Mapping[str, Any], captured: str, tensors: Tensors) -
         out_spec=read_spec(document["out_spec"]),
         pyramid=decoded(document["pyramid"]),
         constants=decoded(document["constants"]),
-        symbols=document["fixed"],
+        symbols=dict(document["fixed"]),
         guards=None if has_graph else [],
         frozen=document["frozen"],
         fixed_batch=document["fixed_batch"],
@@ -336,7 +341,7 @@ def read_capture(document: Mapping[str, Any], captured: str, tensors: Tensors) -
     return found
 
 
-def read_program(document: Mapping[str, Any], tensors: Tensors) -> Program:
+def read_program(document: ProgramDocument, tensors: Tensors) -> Program:
     interface: Interface = decoded(document["interface"])
     origins = {name: tensors.of(place) for name, place in document["origins"].items()}
     made: dict[str, Tensor] = {
@@ -355,14 +360,14 @@ def read_program(document: Mapping[str, Any], tensors: Tensors) -> Program:
     return Program(module, recording_twin(module, taps), interface, code, origins)
 
 
-def read_side(document: Mapping[str, Any] | None, tensors: Tensors) -> SideGraph | None:
+def read_side(document: SideDocument | None, tensors: Tensors) -> SideGraph | None:
     if document is None:
         return None
     module = read_graph(document["graph"], tensors, {})
     return SideGraph(module, decoded(document["lanes"]), document["used"], document["nodes"])
 
 
-def read_spec(document: Mapping[str, Any]) -> pytree.TreeSpec:
+def read_spec(document: SpecDocument) -> pytree.TreeSpec:
     for name in document["modules"]:
         module = importlib.import_module(name)  # registers its classes
         for kind in vars(module).values():

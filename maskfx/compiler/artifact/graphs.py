@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import importlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from maskfx.compiler.artifact.documents import AttributeDocument, GraphDocument, NodeDocument
 from maskfx.compiler.artifact.plain import Unsavable, decoded, encoded
+from maskfx.ir.json_values import Json
 from maskfx.ir.lanes import NotLaned, int_hint, shape_hint
 from maskfx.ir.lazy_module import over_same
 
@@ -30,12 +32,12 @@ class Tensors:
     constants: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._named: dict[Any, dict[str, str]] = {}
+        self._named: dict[Hashable, AttributeDocument] = {}
         for name, weight in self.weights.items():
             for key in (id(weight), place_of(weight)):
                 self._named.setdefault(key, {"weight": name})
 
-    def name_of(self, value: Tensor) -> dict[str, str]:
+    def name_of(self, value: Tensor) -> AttributeDocument:
         """Return where a tensor is found again; a tensor that is no weight becomes a constant."""
         known = self._named.get(id(value)) or self._named.get(place_of(value))
         if known is None:
@@ -46,16 +48,17 @@ class Tensors:
             known = self._named[id(value)] = {"constant": name}
         return known
 
-    def of(self, place: Mapping[str, str]) -> Tensor:
+    def of(self, place: AttributeDocument) -> Tensor:
         """Return the tensor at a place."""
         ((kind, name),) = place.items()
         source = self.weights if kind == "weight" else self.constants
+        assert isinstance(name, str)
         if name not in source:
             raise Unsavable(f"the module has no {kind} {name!r}")
         return source[name]
 
 
-def place_of(value: Tensor) -> Any:
+def place_of(value: Tensor) -> Hashable:
     """Return what is equal for tensors that are the same numbers in the same place."""
     if value.is_meta or not value.numel():
         return id(value)
@@ -71,10 +74,10 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 # Writing.
 
 
-def graph_document(module: fx.GraphModule, tensors: Tensors, skip: frozenset[str]) -> Any:
+def graph_document(module: fx.GraphModule, tensors: Tensors, skip: frozenset[str]) -> GraphDocument:
     """Return a graph module as JSON; attributes in `skip` are made again by the reader."""
-    attributes: dict[str, Any] = {}
-    nodes = []
+    attributes: dict[str, AttributeDocument] = {}
+    nodes: list[NodeDocument] = []
     for node in module.graph.nodes:
         if node.op == "get_attr":
             name = str(node.target)
@@ -101,7 +104,7 @@ def graph_document(module: fx.GraphModule, tensors: Tensors, skip: frozenset[str
     return {"nodes": nodes, "attributes": attributes}
 
 
-def node_name(value: object) -> Any:
+def node_name(value: object) -> Json:
     if isinstance(value, fx.Node):
         return {"node": value.name}
     raise Unsavable(f"an operator's argument is a {type(value).__name__}: {value!r:.80}")
@@ -124,7 +127,7 @@ def target_name(node: fx.Node) -> str:
     raise Unsavable(f"{node.name}: the function {target!r:.80}")
 
 
-def value_document(value: object) -> Any:
+def value_document(value: object) -> Json:
     """Return shape and dtype of a value at capture, with its sizes there as numbers."""
     try:
         if isinstance(value, Tensor):
@@ -141,12 +144,14 @@ def value_document(value: object) -> Any:
 # Reading.
 
 
-def read_graph(document: Any, tensors: Tensors, made: Mapping[str, Tensor]) -> fx.GraphModule:
+def read_graph(
+    document: GraphDocument, tensors: Tensors, made: Mapping[str, Tensor]
+) -> fx.GraphModule:
     """Return the graph module of a document; `made` holds the attributes that weren't stored."""
     root, graph = nn.Module(), fx.Graph()
     for name, place in document["attributes"].items():
         if "made" in place:
-            value: Any = made[name]
+            value: Tensor | fx.GraphModule = made[name]
         elif "graph" in place:
             value = read_graph(place["graph"], tensors, {})
         else:
@@ -154,7 +159,7 @@ def read_graph(document: Any, tensors: Tensors, made: Mapping[str, Tensor]) -> f
         attach(root, name, value)
     env: dict[str, fx.Node] = {}
 
-    def node_of(kind: str, held: Any) -> Any:
+    def node_of(kind: str, held: str) -> fx.Node:
         if kind != "node":
             raise Unsavable(f"an artifact holds a {kind!r}, which this version doesn't know")
         return env[held]

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import maskfx.ir
-from maskfx.ir.module_settings import is_called, settings_of
+from maskfx.ir.callables import hooks_of, is_called
+from maskfx.ir.module_settings import settings_of
 
 VERSIONED = ("diffusers", "transformers", "accelerate")  # beside torch; known by their versions
 KNOWN = {"torch", "maskfx", *VERSIONED}
@@ -72,6 +73,7 @@ def sources(module: nn.Module) -> dict[str, str]:
     """
     kinds = [type(part) for part in module.modules()]
     held = [v for part in module.modules() for v in vars(part).values() if is_called(v)]
+    held += [v for part in module.modules() for hooks in hooks_of(part) for v in hooks.values()]
     ahead = [name for item in (*kinds, *held) for name in modules_of(item)]
     packages = {name.split(".")[0] for name in ahead}
     seen: dict[str, str] = {}

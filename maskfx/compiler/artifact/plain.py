@@ -16,6 +16,7 @@ import torch
 from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import CompileError
 from maskfx.ir import lanes, program, pyramid, sources
+from maskfx.ir.json_values import Json
 
 
 class Unsavable(CompileError):
@@ -36,7 +37,7 @@ CLASSES: dict[str, type] = {
 NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def encoded(value: object, node: Callable[[Any], Any] | None = None) -> Any:
+def encoded(value: object, node: Callable[[object], Json] | None = None) -> Json:
     """Return a value as JSON.
 
     Args:
@@ -68,7 +69,7 @@ def encoded(value: object, node: Callable[[Any], Any] | None = None) -> Any:
     raise Unsavable(f"a {type(value).__name__} can't be saved: {value!r:.80}")
 
 
-def decoded(value: object, node: Callable[[str, Any], Any] | None = None) -> Any:
+def decoded(value: object, node: Callable[[str, Any], object] | None = None) -> Any:
     """Return the value that `encoded` wrote; `node` decodes what its `node` wrote."""
     if isinstance(value, list):
         return [decoded(item, node) for item in value]

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import lengths as lengths_
@@ -42,11 +43,11 @@ class Decisions:
     used: list[int]  # inputs whose values the conditions read
     sized: list[int]  # inputs whose sizes the conditions read
     answers: list[bool]
-    _asked: list[tuple[Any, int]] = field(default_factory=list)
-    _shapes: list[Any] = field(default_factory=list)
+    _asked: list[tuple[object, int]] = field(default_factory=list)
+    _shapes: list[object] = field(default_factory=list)
     _held: bool = False
 
-    def hold(self, values: Sequence[Any]) -> bool:
+    def hold(self, values: Sequence[object]) -> bool:
         """Return True if these arguments, in graph input order, give the same answers."""
         asked = [(values[i], version_of(values[i])) for i in self.used]
         shapes = [getattr(values[i], "shape", values[i]) for i in self.sized]
@@ -182,7 +183,7 @@ def going_by(
     followed = Followed()
 
     @functools.wraps(forward)
-    def answered(*args: object, **kwargs: object) -> tuple[Any, tuple[Tensor, ...]]:
+    def answered(*args: object, **kwargs: object) -> tuple[object, tuple[Tensor, ...]]:
         asked: list[Tensor] = []
         answers, counts = iter(plain.answers), iter(plain.counts)
         lengths = lengths_.text_lengths(leaves, kwargs)
@@ -242,8 +243,10 @@ def split_off(module: fx.GraphModule, answers: list[bool], steps: Sequence[bool]
     questions.output(tuple(env[n] for n in asked))
     found = Decisions(LazyModule(module, questions), used, sized, answers)
     output.args = (type(output.args[0])(kept),)
-    codegen: Any = graph._codegen
+    codegen = graph._codegen
+    assert isinstance(codegen, _PyTreeCodeGen)
     info = codegen.pytree_info
+    assert info.out_spec is not None, "an exported graph has results"
     codegen.pytree_info = info._replace(out_spec=info.out_spec.children()[0])
     graph.eliminate_dead_code()
     module.recompile()

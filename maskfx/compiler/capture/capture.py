@@ -10,27 +10,36 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from threading import RLock
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.branches import Unexportable, split_off
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.export import drop_refills, export_as_answered, quiet, spell_views
+from maskfx.compiler.capture.light_run import NotLight, light_twin
 from maskfx.compiler.capture.roles import Argument, Sizes
+from maskfx.compiler.capture.twin import NoTwin
 from maskfx.compiler.capture.whole import WholeModules
 from maskfx.ir import progress
 from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, int_hint, set_lane
-from maskfx.ir.other_sizes import other_bases
+from maskfx.ir.other_sizes import Base, SizeExpr, other_bases
 from maskfx.ir.pyramid import Level, Pyramid
+
+if TYPE_CHECKING:
+    import sympy
 
 log = logging.getLogger(__name__)
 
 SINGLE_ATTEMPTS = 4  # sizes that are tried for one sample, after others were for a batch
+CAPTURING = RLock()  # an export changes what the whole process shares: functions of torch, logging
 
 
 def capture(
@@ -46,7 +55,9 @@ def capture(
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
     A module that can't be exported at all, and any module if not `attempt`, returns a capture
-    without a graph; its notes state the reason.
+    without a graph; its notes state the reason. An export puts fake weights into what it exports,
+    which is the module's twin, so that other threads may run the module meanwhile; a module with
+    hooks has no twin and is exported itself. Captures in several threads take turns.
 
     Args:
         module: the module.
@@ -58,11 +69,10 @@ def capture(
         one: capture a batch of one sample, whose operators may run on batches of any size.
         compare: compare the graph with the module at the sizes of the inputs.
     """
-    paths, values, in_spec = roles_.flatten(inputs)
+    _, values, spec = roles_.flatten(inputs)
     leaves = roles_.infer(module, inputs, roles)
-    sizes = roles_.observed_sizes(leaves, values)
+    call = ExampleCall(leaves, values, spec, roles_.observed_sizes(leaves, values))
     notes: list[str] = []
-    answers: list[bool] = []
     interrupted = False
     listed = listed_samples(leaves)
     if listed > 1:
@@ -70,19 +80,16 @@ def capture(
     if not attempt:
         notes.append('mode="dense" leaves the module as it is')
     one = one or single
-    tries = candidates(sizes, leaves, one, fixed) if listed < 2 and attempt else iter(())
+    tries = candidates(call.sizes, leaves, one, fixed) if listed < 2 and attempt else iter(())
     attempts = islice(tries, SINGLE_ATTEMPTS) if one else tries
-    whole = WholeModules(module)
+    whole = WholeModules(twin_of(module), module)
     for number, (wanted, symbolic) in enumerate(attempts, 1):
         progress.stage(0, "export" if number == 1 else f"export, attempt {number}")
-        example = pytree.tree_unflatten(resize(leaves, values, sizes, wanted), in_spec)
+        kind = "symbolic" if symbolic else "fixed"
+        example = pytree.tree_unflatten(resize(leaves, values, call.sizes, wanted), spec)
         try:
-            with quiet():
-                exported, answers = exported_with(whole, example, leaves, symbolic)
-                result = finish(exported, leaves, in_spec, values, wanted, symbolic, notes, answers)
-                result.single, result.compared = single, compare
-                assert result.module is not None
-                whole.put_back(result.module)
+            result = captured_at(whole, call, example, wanted, symbolic, notes)
+            result.compared = compare
         except Unexportable as error:
             notes.append(f"not exported: {error}")
             break
@@ -90,21 +97,22 @@ def capture(
             raise  # not a verdict on the module
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0][:200]
-            kind = "symbolic" if symbolic else "fixed"
             notes.append(f"export with {kind} sizes {wanted}: {type(error).__name__}: {first}")
             interrupted |= isinstance(error, OSError)
             log.debug("capture attempt failed", exc_info=True)
             continue
-        if result.serves(module, in_spec, values, sizes):
+        result.single = single
+        if result.serves(module, spec, values, call.sizes):
             return result
-        kind = "symbolic" if symbolic else "fixed"
-        notes.append(f"export with {kind} sizes {wanted}: not valid for the call's own {sizes}")
+        notes.append(
+            f"export with {kind} sizes {wanted}: not valid for the call's own {call.sizes}"
+        )
     return Capture(
         module=None,
         leaves=leaves,
-        in_spec=in_spec,
-        out_spec=in_spec,
-        pyramid=Pyramid(batch=sizes["batch"]),
+        in_spec=spec,
+        out_spec=spec,
+        pyramid=Pyramid(batch=call.sizes["batch"]),
         constants={},
         features=shapes_of(values),
         notes=notes,
@@ -113,8 +121,44 @@ def capture(
     )
 
 
+def twin_of(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a module with the same weights to export, or the module itself if it has no twin."""
+    try:
+        return light_twin(module).module
+    except (NoTwin, NotLight) as error:
+        log.debug("%s is exported itself: %s", type(module).__name__, error)
+        return module
+
+
+@dataclass(frozen=True)
+class ExampleCall:
+    """The call that a module is captured for: its arguments, flattened, and their sizes."""
+
+    leaves: list[Argument]
+    values: Sequence[Any]
+    spec: pytree.TreeSpec
+    sizes: Sizes
+
+
+def captured_at(
+    whole: WholeModules,
+    call: ExampleCall,
+    example: Mapping[str, object],
+    sizes: Sizes,
+    symbolic: bool,
+    notes: Sequence[str],
+) -> Capture:
+    """Export the module as it runs on arguments of these sizes; raise if that fails."""
+    with CAPTURING, quiet():
+        exported, answers = exported_with(whole, example, call.leaves, symbolic)
+        result = finish(exported, call, sizes, symbolic, notes, answers)
+        assert result.module is not None
+        whole.put_back(result.module)
+    return result
+
+
 def exported_with(
-    whole: WholeModules, example: Any, leaves: Sequence[Argument], symbolic: bool
+    whole: WholeModules, example: Mapping[str, object], leaves: Sequence[Argument], symbolic: bool
 ) -> tuple[torch.export.ExportedProgram, list[bool]]:
     """Export the module; keep the submodules whole that can't be exported but may stay so."""
     while True:
@@ -130,7 +174,7 @@ def exported_with(
                 raise
 
 
-def shapes_of(values: Sequence[Any]) -> list[tuple[int, ...]]:
+def shapes_of(values: Sequence[object]) -> list[tuple[int, ...]]:
     return [tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in values]
 
 
@@ -216,15 +260,14 @@ def resize(
 
 def finish(
     exported: torch.export.ExportedProgram,
-    leaves: list[Argument],
-    in_spec: pytree.TreeSpec,
-    values: Sequence[Any],
+    call: ExampleCall,
     sizes: Sizes,
     symbolic: bool,
-    notes: list[str],
+    notes: Sequence[str],
     answers: list[bool],
 ) -> Capture:
     """Convert the exported program to a plain graph with lanes on its placeholders."""
+    leaves = call.leaves
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     drop_refills(module.graph)
@@ -235,64 +278,75 @@ def finish(
         out_spec = out_spec.children()[0]
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     assert len(placeholders) == len(leaves), (len(placeholders), len(leaves))
-    symbols: dict[str, Any] = {}
+    symbols, guards = sizes_by_role(placeholders, leaves), guards_on(placeholders)
+    pyramid = pyramid_of(sizes, other_bases(symbols, guards) if "y" in sizes and symbolic else ())
     for node, leaf in zip(placeholders, leaves, strict=True):
         node.meta["leaf"] = leaf
-        shape: Any = node.meta["val"].shape if leaf.tensor else ()
-        for role, size in zip(leaf.roles, shape, strict=True):
-            expr = size.node.expr if isinstance(size, torch.SymInt) else int(size)
-            if not isinstance(expr, int) and expr.is_Integer:  # tracing specialized it later
-                expr = int(expr)
-            if role in ("batch", "y", "x", "tokens") or role.startswith("text:"):
-                symbols.setdefault(role, expr)
-    sizes_seen: list[Any] = [
-        size
-        for node in placeholders
-        if isinstance(node.meta["val"], torch.Tensor)
-        for size in node.meta["val"].shape
-    ]
-    shape_env = next((s.node.shape_env for s in sizes_seen if isinstance(s, torch.SymInt)), None)
-    guards = [g.expr for g in shape_env.guards] if shape_env is not None else []
-    pyramid = Pyramid(
-        batch=sizes["batch"],
-        base=(sizes["y"], sizes["x"]) if "y" in sizes else None,
-        segments={
-            **({"image": sizes["tokens"]} if "tokens" in sizes else {}),
-            **{r: s for r, s in sizes.items() if r.startswith("text:")},
-        },
-        others=other_bases(symbols, guards) if "y" in sizes and symbolic else (),
-    )
-    for node, leaf in zip(placeholders, leaves, strict=True):
         if leaf.tensor:
             set_lane(node, placeholder_lane(leaf, node.meta["val"], symbols, pyramid, symbolic))
     constants = {
         i: v
-        for i, (leaf, v, node) in enumerate(zip(leaves, values, placeholders, strict=True))
+        for i, (leaf, v, node) in enumerate(zip(leaves, call.values, placeholders, strict=True))
         if not leaf.tensor and not isinstance(node.meta["val"], torch.SymInt)
     }
-    result = Capture(
+    return Capture(
         module=module,
         leaves=list(leaves),
-        in_spec=in_spec,
+        in_spec=call.spec,
         out_spec=out_spec,
         pyramid=pyramid,
         constants=constants,
         symbols=symbols,
         guards=guards,
         frozen=None if symbolic else dict(sizes),
-        features=shapes_of(values),
+        fixed_batch=sizes["batch"] if isinstance(symbols.get("batch"), int) else None,
+        features=shapes_of(call.values),
         decisions=decisions,
         notes=list(notes),
     )
-    if isinstance(symbols.get("batch"), int):
-        result.fixed_batch = sizes["batch"]
-    return result
+
+
+def sizes_by_role(
+    placeholders: Sequence[fx.Node], leaves: Sequence[Argument]
+) -> dict[str, SizeExpr]:
+    """Return the sizes of the batch, the picture and the texts, symbolic or as numbers."""
+    found: dict[str, SizeExpr] = {}
+    for node, leaf in zip(placeholders, leaves, strict=True):
+        shape: Sequence[IntLikeType] = node.meta["val"].shape if leaf.tensor else ()
+        for role, size in zip(leaf.roles, shape, strict=True):
+            expr = size.node.expr if isinstance(size, torch.SymInt) else int(size)
+            if not isinstance(expr, int) and expr.is_Integer:  # tracing specialized it later
+                expr = int(expr)
+            if role in ("batch", "y", "x", "tokens") or role.startswith("text:"):
+                found.setdefault(role, expr)
+    return found
+
+
+def guards_on(placeholders: Sequence[fx.Node]) -> list[sympy.Basic]:
+    """Return the conditions that the export found on the sizes of the arguments."""
+    values = [node.meta["val"] for node in placeholders]
+    sizes: list[IntLikeType] = [n for v in values if isinstance(v, torch.Tensor) for n in v.shape]
+    shape_env = next((s.node.shape_env for s in sizes if isinstance(s, torch.SymInt)), None)
+    return [] if shape_env is None else [guard.expr for guard in shape_env.guards]
+
+
+def pyramid_of(sizes: Sizes, others: tuple[Base, ...]) -> Pyramid:
+    """Return a pyramid with the picture and the texts alone."""
+    return Pyramid(
+        batch=sizes["batch"],
+        base=(sizes["y"], sizes["x"]) if "y" in sizes else None,
+        segments={
+            **({"image": sizes["tokens"]} if "tokens" in sizes else {}),
+            **{r: s for r, s in sizes.items() if r.startswith("text:")},
+        },
+        others=others,
+    )
 
 
 def placeholder_lane(
     leaf: Argument,
     value: torch.Tensor,
-    symbols: Mapping[str, Any],
+    symbols: Mapping[str, SizeExpr],
     pyramid: Pyramid,
     symbolic: bool,
 ) -> Lane:

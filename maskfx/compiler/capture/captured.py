@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.branches import Decisions
 from maskfx.compiler.capture.roles import Argument, Sizes
+from maskfx.ir.other_sizes import SizeExpr
 from maskfx.ir.pyramid import Pyramid
 from maskfx.ir.values import copies, has_meta, same_constant, same_values
 
@@ -50,7 +51,7 @@ class Capture:
     out_spec: pytree.TreeSpec
     pyramid: Pyramid
     constants: dict[int, Any]
-    symbols: dict[str, Any] = field(default_factory=dict)
+    symbols: dict[str, SizeExpr] = field(default_factory=dict)
     guards: list[Any] | None = field(default_factory=list)
     frozen: Sizes | None = None
     fixed_batch: int | None = None
@@ -60,10 +61,10 @@ class Capture:
     single: bool = False
     compared: bool = True
     interrupted: bool = False
-    verdicts: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+    verdicts: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
     def serves(
-        self, module: torch.nn.Module, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes
+        self, module: torch.nn.Module, spec: pytree.TreeSpec, values: Sequence[object], sizes: Sizes
     ) -> bool:
         """Return True if the graph accepts the call and returns what the module returns.
 
@@ -85,7 +86,7 @@ class Capture:
             self.verdicts[key] = self._agrees(module, values, sizes)
         return self.verdicts[key]
 
-    def _agrees(self, module: torch.nn.Module, values: Sequence[Any], sizes: Sizes) -> bool:
+    def _agrees(self, module: torch.nn.Module, values: Sequence[object], sizes: Sizes) -> bool:
         """Compare graph and module at the call's batch, or in groups of the captured batch."""
         assert self.module is not None
         with torch.no_grad():
@@ -113,7 +114,7 @@ class Capture:
                     return True
         return False
 
-    def _in_groups(self, values: Sequence[Any], batch: int, wanted: object) -> list[Any]:
+    def _in_groups(self, values: Sequence[object], batch: int, wanted: object) -> list[object]:
         """Return the leaves of the graph's result, computed in groups of `batch` requests."""
         groups = groups_of(self.leaves, values, batch)
         runs = [pytree.tree_leaves(self._run(copies(group))) for group in groups]
@@ -122,7 +123,7 @@ class Capture:
             joined(own, leaf) for own, leaf in zip(parts, pytree.tree_leaves(wanted), strict=True)
         ]
 
-    def _run(self, values: Sequence[Any]) -> Any:
+    def _run(self, values: Sequence[object]) -> object:
         """Run the graph; one that was read from a file has the flattened arguments as inputs."""
         assert self.module is not None
         if isinstance(self.module.graph._codegen, _PyTreeCodeGen):
@@ -145,7 +146,7 @@ class Capture:
         any_number = not isinstance(self.symbols.get("batch"), int)
         return self.module is not None and (self.of_one_sample or any_number)
 
-    def accepts(self, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes) -> bool:
+    def accepts(self, spec: pytree.TreeSpec, values: Sequence[object], sizes: Sizes) -> bool:
         """Return True if structure, constants, sizes and guards admit these arguments."""
         if spec != self.in_spec or self._other_constants(values) or self._other_features(values):
             return False
@@ -154,10 +155,10 @@ class Capture:
             self.verdicts[key] = self._accepts_sizes(sizes)
         return self.verdicts[key]
 
-    def _other_constants(self, values: Sequence[Any]) -> bool:
+    def _other_constants(self, values: Sequence[object]) -> bool:
         return any(not same_constant(values[i], c) for i, c in self.constants.items())
 
-    def _other_features(self, values: Sequence[Any]) -> bool:
+    def _other_features(self, values: Sequence[object]) -> bool:
         """Return True if a size without a role, such as channels or frames, has changed."""
         for leaf, value, sizes in zip(self.leaves, values, self.features, strict=True):
             if not leaf.tensor:
@@ -170,7 +171,7 @@ class Capture:
                 return True
         return False
 
-    def _decides_otherwise(self, values: Sequence[Any]) -> bool:
+    def _decides_otherwise(self, values: Sequence[object]) -> bool:
         """Return True if Python would take another branch on the contents of these arguments."""
         if self.decisions is None:
             return False
@@ -202,7 +203,9 @@ class Capture:
         return True
 
 
-def groups_of(leaves: Sequence[Argument], values: Sequence[Any], batch: int) -> list[list[Any]]:
+def groups_of(
+    leaves: Sequence[Argument], values: Sequence[object], batch: int
+) -> list[list[object]]:
     """Split the arguments into groups of `batch` requests; the last group is padded."""
     own = roles_.observed_sizes(leaves, values)["batch"]
     return [with_batch(leaves, values, batch, start) for start in range(0, own, batch)]

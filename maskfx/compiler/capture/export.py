@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
+from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.branches import (
@@ -79,7 +80,7 @@ class _SetType(type):
         return issubclass(other, builtins.set)
 
 
-class SymbolicSet(set[Any], metaclass=_SetType):
+class SymbolicSet(set[object], metaclass=_SetType):
     """`set`, except that one of symbolic numbers, which have no hash, is a list without equals."""
 
     def __new__(cls, *args: Any) -> Any:
@@ -93,7 +94,7 @@ class SymbolicSet(set[Any], metaclass=_SetType):
         return found
 
 
-def symbolic_len(value: Any) -> Any:
+def symbolic_len(value: Sized) -> IntLikeType:
     """`len`, except that a tensor's is the size of its first dimension, which may be symbolic."""
     return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else len(value)
 
@@ -103,8 +104,8 @@ def symbolic_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
     def wrapped(data: Any, *args: Any, **named: Any) -> torch.Tensor:
         if isinstance(data, torch.SymInt) and not args:
-            number: Any = data
             given = {name: value for name, value in named.items() if value is not None}
+            number: Any = data
             return torch.scalar_tensor(number, **{"dtype": torch.long, **given})
         listed = isinstance(data, (list, tuple)) and all(
             isinstance(n, int | torch.SymInt) for n in data
@@ -178,7 +179,10 @@ def few_numbers() -> Iterator[None]:
 
 
 def export_as_answered(
-    module: torch.nn.Module, inputs: object, leaves: Sequence[Argument], symbolic: bool
+    module: torch.nn.Module,
+    inputs: Mapping[str, object],
+    leaves: Sequence[Argument],
+    symbolic: bool,
 ) -> tuple[torch.export.ExportedProgram, list[bool]]:
     """Export the module; where Python branches on a tensor, follow the answers of an eager run.
 
@@ -205,7 +209,7 @@ def export_as_answered(
 def export_following(
     plain: PlainRun,
     module: torch.nn.Module,
-    inputs: object,
+    inputs: Mapping[str, object],
     leaves: Sequence[Argument],
     symbolic: bool,
 ) -> tuple[torch.export.ExportedProgram, list[bool]]:
@@ -220,7 +224,10 @@ def export_following(
 
 
 def export(
-    module: torch.nn.Module, inputs: Any, leaves: Sequence[Argument], symbolic: bool
+    module: torch.nn.Module,
+    inputs: Mapping[str, object],
+    leaves: Sequence[Argument],
+    symbolic: bool,
 ) -> torch.export.ExportedProgram:
     """Run torch.export with every dimension that has a role set to `Dim.AUTO`.
 
@@ -266,12 +273,12 @@ def quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     # a failed export prints its whole graph, by the built-in `print`
-    trace: Any = import_module("torch.export._trace")
-    trace.print = lambda *_, **__: None
+    trace = vars(import_module("torch.export._trace"))
+    trace["print"] = lambda *_, **__: None
     try:
         yield
     finally:
-        trace.__dict__.pop("print", None)
+        trace.pop("print", None)
         logging.disable(before)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib import import_module
 from keyword import iskeyword
-from typing import Any
 
 
 def format_target(base: str, target: str) -> str:
@@ -17,5 +16,4 @@ def format_target(base: str, target: str) -> str:
 
 def allow_keyword_names() -> None:
     """Let torch.fx write graphs of such modules; its code for all other names stays the same."""
-    graph: Any = import_module("torch.fx.graph")
-    graph._format_target = format_target
+    vars(import_module("torch.fx.graph"))["_format_target"] = format_target

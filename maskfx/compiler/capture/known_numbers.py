@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsInt
 
 import numpy as np
 import torch
@@ -34,16 +34,16 @@ def filled(values: object) -> Numbers:
     return found
 
 
-def shape_in(args: Sequence[Any]) -> tuple[Any, ...]:
+def shape_in(args: Sequence[Any]) -> tuple[SupportsInt, ...]:
     first = args[0] if args else ()
     return tuple(first) if isinstance(first, (tuple, list, torch.Size)) else tuple(args)
 
 
-def reshaped(own: Numbers, *shape: Any) -> Numbers:
+def reshaped(own: Numbers, *shape: object) -> Numbers:
     return own.reshape([int(n) for n in shape_in(shape)])
 
 
-def repeated(own: Numbers, *times: Any) -> Numbers:
+def repeated(own: Numbers, *times: object) -> Numbers:
     return np.tile(own, [int(n) for n in shape_in(times)])
 
 
@@ -51,13 +51,13 @@ def unbound(own: Numbers, dim: int = 0) -> tuple[Numbers, ...]:
     return tuple(filled_at(part) for part in np.moveaxis(own, dim, 0))
 
 
-def filled_at(part: Any) -> Numbers:
+def filled_at(part: object) -> Numbers:
     """Return a part of an array as an array, even if it is a single number."""
     return part if isinstance(part, np.ndarray) else filled(part)
 
 
 SAME = ("to", "cpu", "long", "int", "clone", "contiguous", "detach")
-VIEWS: dict[str, Callable[..., Any]] = {
+VIEWS: dict[str, Callable[..., object]] = {
     **dict.fromkeys(SAME, lambda own, *args, **named: own),
     **dict.fromkeys(("reshape", "view"), reshaped),
     "repeat": repeated,
@@ -88,7 +88,11 @@ class KnownNumbers(TorchFunctionMode):
         return known[1] if known is not None and known[0] is value else None
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         named, name = kwargs or {}, getattr(func, "__name__", "")
         own = self.of(args[0]) if args else None
@@ -101,14 +105,16 @@ class KnownNumbers(TorchFunctionMode):
             self._keep(found, self._numbers(name, own, args, named))
         return found
 
-    def _number(self, value: Any) -> Any:
+    def _number(self, value: object) -> object:
         """Return the number in a tensor of one that is known; in a slice, of its bounds."""
         if isinstance(value, slice):
             return slice(*map(self._number, (value.start, value.stop, value.step)))
         own = self.of(value)
         return own.item() if own is not None and own.ndim == 0 else value
 
-    def _numbers(self, name: str, own: Numbers | None, args: Sequence[Any], named: Any) -> Any:
+    def _numbers(
+        self, name: str, own: Numbers | None, args: Sequence[Any], named: Mapping[str, Any]
+    ) -> Any:
         """Return the numbers in a function's result, or None."""
         if name == "scalar_tensor":
             return filled(args[0])
@@ -130,7 +136,7 @@ class KnownNumbers(TorchFunctionMode):
             return None if other is None else filled_at(ARITHMETIC[name](own, other))
         return None
 
-    def _keep(self, value: Any, numbers: Any) -> None:
+    def _keep(self, value: object, numbers: object) -> None:
         if isinstance(value, (tuple, list)) and isinstance(numbers, tuple):
             for part, own in zip(value, numbers, strict=True):
                 self._keep(part, own)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.roles import Argument
@@ -26,11 +27,11 @@ READERS = ("tolist", "item")
 KINDS: tuple[type[Tensor], ...] = (Tensor, FakeTensor, FunctionalTensor)
 MOST = 64  # the longest list of numbers that is compared with lengths
 
-Read = Callable[[Tensor], Any]
+Read = Callable[[Tensor], object]
 
 
 @contextlib.contextmanager
-def reading(reply: Callable[[Tensor, Read], Any]) -> Iterator[None]:
+def reading(reply: Callable[[Tensor, Read], object]) -> Iterator[None]:
     """Let `reply` answer when Python reads whole numbers from a tensor, in this thread.
 
     It is called with the tensor, and with the function that reads it otherwise.
@@ -44,7 +45,7 @@ def reading(reply: Callable[[Tensor, Read], Any]) -> Iterator[None]:
     ]
 
     def replaced(read: Read) -> Read:
-        def answer(self: Tensor) -> Any:
+        def answer(self: Tensor) -> object:
             if inside or threading.get_ident() != thread or not is_count(self):
                 return read(self)
             inside.append(self)
@@ -76,7 +77,7 @@ def is_count(value: Tensor) -> bool:
     return isinstance(size, int) and 0 < size <= MOST
 
 
-def text_lengths(leaves: Sequence[Argument], inputs: Mapping[str, Any]) -> list[Any]:
+def text_lengths(leaves: Sequence[Argument], inputs: Mapping[str, object]) -> list[Any]:
     """Return the lengths of the texts among the arguments; under export they are symbolic."""
     values = pytree.tree_leaves(dict(inputs))
     if len(values) != len(leaves):
@@ -94,7 +95,9 @@ def counts_of(numbers: object) -> list[int]:
     return [int(n) for n in numbers] if isinstance(numbers, list) else [int(numbers)]  # type: ignore[call-overload]
 
 
-def as_lengths(counts: Sequence[int], hints: Sequence[int], lengths: Sequence[Any]) -> list[Any]:
+def as_lengths(
+    counts: Sequence[int], hints: Sequence[int], lengths: Sequence[IntLikeType]
+) -> list[IntLikeType]:
     """Return the lengths that these numbers are; empty if one of them is no length.
 
     Args:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,7 +59,7 @@ class LightProducts(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,
+        func: OpOverload,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -78,7 +79,7 @@ class LightProducts(TorchDispatchMode):
             return self._leave_out(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _is_large(self, func: Any, args: tuple[Any, ...]) -> bool:
+    def _is_large(self, func: OpOverload, args: tuple[Any, ...]) -> bool:
         if func not in WEIGHTED:
             return False
         at, of, inputs = WEIGHTED[func]
@@ -93,8 +94,12 @@ class LightProducts(TorchDispatchMode):
         return found is not None and not found.expired()
 
     def _write(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor]
-    ) -> Any:
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: Sequence[Tensor],
+    ) -> object:
         """Write nothing to values that weren't computed; other ones aren't known afterwards."""
         if len(written) != 1 or written[0] is not args[0]:
             raise NotLight(f"{func} writes several values")
@@ -102,14 +107,16 @@ class LightProducts(TorchDispatchMode):
             self._note(args[0])
         return args[0]
 
-    def _leave_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _leave_out(
+        self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         """Return memory in the form of an operator's results."""
         device = next(value.device for value in tensors_in((args, kwargs)))
 
-        def shape_only(value: Any) -> Any:
+        def shape_only(value: object) -> object:
             return value.to("meta") if isinstance(value, Tensor) else value
 
-        def memory(value: Any) -> Any:
+        def memory(value: object) -> object:
             if not isinstance(value, Tensor):
                 return value
             made = torch.empty_strided(
@@ -133,7 +140,7 @@ class LightProducts(TorchDispatchMode):
         return value
 
 
-def convolved_elements(module: nn.Module, inputs: Mapping[str, Any]) -> int:
+def convolved_elements(module: nn.Module, inputs: Mapping[str, object]) -> int:
     """Return how many numbers convolutions wider than one site read in a call.
 
     A recording of the call keeps about as many. 0 if the module can't run lightly.
@@ -171,11 +178,13 @@ def light_twin(module: nn.Module) -> Twin:
     return Twin(module)
 
 
-def tensors_in(values: Any) -> list[Tensor]:
+def tensors_in(values: object) -> list[Tensor]:
     return [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def written_by(
+    func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Iterator[Tensor]:
     """Yield the tensors that an operator writes."""
     if not func._schema.is_mutable:
         return

@@ -49,7 +49,7 @@ def flatten(inputs: Mapping[str, Any]) -> tuple[list[str], list[Any], pytree.Tre
     return [path_name(p) for p, _ in pairs], [v for _, v in pairs], spec
 
 
-def path_name(path: Sequence[Any]) -> str:
+def path_name(path: Sequence[object]) -> str:
     return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
 
 

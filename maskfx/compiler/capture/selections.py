@@ -65,7 +65,7 @@ class Selection:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.selected(), name)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> Tensor:
         return self.selected()[index]
 
     def __len__(self) -> int:
@@ -73,7 +73,11 @@ class Selection:
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), named: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        named: dict[str, Any] | None = None,
     ) -> Any:
         named = named or {}
         if func in CATS:
@@ -92,7 +96,7 @@ def select(source: Tensor, mask: Tensor) -> Tensor:
         return found
 
 
-def value_of(value: Any) -> Any:
+def value_of(value: object) -> object:
     return value.selected() if isinstance(value, Selection) else value
 
 
@@ -154,7 +158,11 @@ class Selections(TorchFunctionMode):
         self._negated: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a mask, and its opposite
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         named = kwargs or {}
         if func is Tensor.__getitem__:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 CONTAINERS = (dict, OrderedDict, list, set)  # of these types; configurations are of others
 SHARED = (Tensor, type, ModuleType, dict, list, set)
+T = TypeVar("T")
 STANDIN = "maskfx_standin"  # of a function in place of a method, with the method as `original`
 
 
@@ -83,18 +84,18 @@ class Twin:
             made.update(map(self._copy, value))
         return made
 
-    def _object(self, value: Any, made: Any) -> Any:
+    def _object(self, value: object, made: T) -> T:
         self._note(value, made)
         vars(made).clear()
         vars(made).update((name, self._copy(item)) for name, item in vars(value).items())
         return made
 
-    def _note(self, value: Any, made: Any) -> Any:
+    def _note(self, value: object, made: T) -> T:
         self._originals.append(value)
         self._of[id(value)] = made
         return made
 
-    def _function(self, value: FunctionType) -> Any:
+    def _function(self, value: FunctionType) -> object:
         """Return the twin's method for a stand-in; refuse functions that hold parts."""
         standin = getattr(value, STANDIN, None)
         if standin is not None:
@@ -106,7 +107,7 @@ class Twin:
         return value
 
 
-def holds_tensors(value: Any, depth: int = 3) -> bool:
+def holds_tensors(value: object, depth: int = 3) -> bool:
     """Return True for a tensor, or a container or object with one inside."""
     if isinstance(value, Tensor) or not depth or isinstance(value, (type, ModuleType)):
         return isinstance(value, Tensor)

@@ -13,11 +13,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,21 +30,29 @@ from maskfx.ops.whole import Whole, run_whole
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+
 
 @dataclass(frozen=True)
 class Call:
     """One call of a submodule."""
 
-    args: tuple[Any, ...]
-    named: dict[str, Any]
+    args: tuple[object, ...]
+    named: dict[str, object]
     result: Any
 
 
 @dataclass
 class WholeModules:
-    """The submodules of a denoiser that its capture keeps whole."""
+    """The submodules of a denoiser that its capture keeps whole.
+
+    Args:
+        module: what is exported, the denoiser's twin or the denoiser itself.
+        own: the denoiser, whose parts run.
+    """
 
     module: nn.Module
+    own: nn.Module
     kept: list[Whole] = field(default_factory=list)
     _tried: set[type] = field(default_factory=set)
 
@@ -95,15 +103,16 @@ class WholeModules:
                     kept.inner.forward = own
 
     def put_back(self, graph_module: nn.Module) -> None:
-        """Put the modules into an exported graph, in place of their operators."""
+        """Put the denoiser's modules into an exported graph, in place of their operators."""
         paths = {id(part): path for path, part in self.module.named_modules()}
         for part in graph_module.modules():
             if not isinstance(part, fx.GraphModule):
                 continue
             for node in part.graph.find_nodes(op="call_function", target=ops.whole):
                 values, number = node.args[:2]
-                name = "whole_" + paths[id(self.kept[number].inner)].replace(".", "_")
-                part.add_submodule(name, self.kept[number])
+                path = paths[id(self.kept[number].inner)]
+                name = "whole_" + path.replace(".", "_")
+                part.add_submodule(name, self.kept[number].around(self.own.get_submodule(path)))
                 with part.graph.inserting_before(node):
                     held = part.graph.get_attr(name)
                     new = part.graph.call_function(run_whole, (held, values))
@@ -113,11 +122,11 @@ class WholeModules:
             part.recompile()
 
 
-def stand_in(kept: Whole, number: int, forward: Any) -> Any:
+def stand_in(kept: Whole, number: int, forward: Callable[P, object]) -> Callable[P, object]:
     """Return a forward that is one operator under export, and `forward` itself otherwise."""
 
     @functools.wraps(forward)
-    def called(*args: Any, **named: Any) -> Any:
+    def called(*args: P.args, **named: P.kwargs) -> object:
         values, spec = pytree.tree_flatten((args, named))
         if not torch.compiler.is_exporting() or spec != kept.spec:
             return forward(*args, **named)
@@ -163,7 +172,9 @@ def observed(module: nn.Module, kind: type, inputs: Mapping[str, Any]) -> dict[n
     """Run the module, and return the last call of each submodule of this class."""
     calls: dict[nn.Module, Call] = {}
 
-    def note(part: nn.Module, args: Any, named: Any, result: Any) -> None:
+    def note(
+        part: nn.Module, args: tuple[object, ...], named: dict[str, object], result: object
+    ) -> None:
         calls[part] = Call(*pytree.tree_map(copy_of, (args, named, result)))
 
     parts = [part for part in module.modules() if type(part) is kind]

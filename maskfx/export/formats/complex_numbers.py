@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx.node import map_arg
 
@@ -35,7 +36,7 @@ CASTS = {
 }
 CHECKS = {aten._assert_tensor_metadata.default}
 AXES = ("dim", "dim0", "dim1", "start_dim", "end_dim")
-Rule = Callable[["Pairs", fx.Node], Any]
+Rule = Callable[["Pairs", fx.Node], None]
 
 
 def spell_complex(program: ExportedProgram) -> None:
@@ -139,7 +140,7 @@ class Pairs:
         self.ranks[node] = first.dim()
         node.meta["val"] = map_values(value)
 
-    def _replace(self, node: fx.Node, by: Any) -> None:
+    def _replace(self, node: fx.Node, by: fx.Node) -> None:
         node.replace_all_uses_with(by)
         if is_complex(node):
             self.ranks[by] = node.meta["val"].dim()
@@ -185,13 +186,13 @@ class Pairs:
             made = self._call(aten.stack.default, [a, b], -1)
         self._replace(node, made)
 
-    def _parts(self, pair: Any) -> tuple[fx.Node, fx.Node]:
+    def _parts(self, pair: fx.node.Argument) -> tuple[fx.Node, fx.Node]:
         return tuple(self._call(aten.select.int, pair, -1, half) for half in (0, 1))  # type: ignore[return-value]
 
-    def _product(self, a: Any, b: Any) -> fx.Node:
+    def _product(self, a: fx.node.Argument, b: fx.node.Argument) -> fx.Node:
         return self._call(aten.mul.Tensor, a, b)
 
-    def _call(self, target: Any, *args: Any) -> fx.Node:
+    def _call(self, target: OpOverload, *args: fx.node.Argument) -> fx.Node:
         made: fx.Node = self.graph.call_function(target, args)
         made.meta["val"] = target(*map_arg(args, lambda node: node.meta["val"]))
         return made

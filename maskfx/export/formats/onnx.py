@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch._ops import OperatorBase
 from torch.export import ExportedProgram
 
 from maskfx.errors import CompileError, InputError
@@ -20,6 +21,9 @@ from maskfx.export.formats.weight_data import WeightData
 from maskfx.export.part_times import PartTimes
 from maskfx.export.weight_files import WeightFiles
 from maskfx.runtime.backends.graph_files import imported
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 OPSET = 23  # the first with attention as one operator
 OLDEST = 18
@@ -52,11 +56,11 @@ class OnnxWriter:
                 f"export: opset {self.opset} is older than what PyTorch writes; give {OLDEST} or "
                 f"newer ({OPSET} is the first with attention as one operator)"
             )
-        self._onnx: Any = imported("onnx")
-        self._ir: Any = imported("onnx_ir")
-        self._passes: Any = import_module("onnx_ir.passes.common")
+        self._onnx = imported("onnx")
+        self._ir = imported("onnx_ir")
+        self._passes = import_module("onnx_ir.passes.common")
         imported("onnxscript")
-        self._optimizer: Any = import_module("onnxscript.optimizer")
+        self._optimizer = import_module("onnxscript.optimizer")
         self._weights = WeightData(directory / WEIGHTS, files)
 
     def write(self, program: ExportedProgram, results: Mapping[Path, Sequence[str]]) -> None:
@@ -81,7 +85,7 @@ class OnnxWriter:
                 self._ir.save(model, path)
                 self._onnx.checker.check_model(str(path), full_check=True)
 
-    def _translated(self, program: ExportedProgram, name: str) -> Any:
+    def _translated(self, program: ExportedProgram, name: str) -> ir.Model:
         """Return a graph as a model of onnx_ir, without what only its making needs."""
         inputs = list(program.graph_signature.user_inputs)
         spell(program)
@@ -102,7 +106,7 @@ class OnnxWriter:
             self._simplify(model)
         return model
 
-    def _translate(self, program: ExportedProgram, inputs: Sequence[str]) -> Any:
+    def _translate(self, program: ExportedProgram, inputs: Sequence[str]) -> ir.Model:
         made = torch.onnx.export(
             program,
             (),
@@ -116,7 +120,7 @@ class OnnxWriter:
         assert made is not None, "it returns a program when it is given one"
         return made.model
 
-    def _simplify(self, model: Any) -> None:
+    def _simplify(self, model: ir.Model) -> None:
         """Compute what is constant and drop what is there twice or read by nothing."""
         known = self._passes
         known.InlinePass()(model)
@@ -135,7 +139,7 @@ class OnnxWriter:
         ):
             each(model)
 
-    def _name_results(self, graph: Any, names: Sequence[str]) -> None:
+    def _name_results(self, graph: ir.Graph, names: Sequence[str]) -> None:
         """Give the results their names; other values that have one of them get another."""
         seen: set[int] = set()
         for place, value in enumerate(list(graph.outputs)):
@@ -153,7 +157,7 @@ class OnnxWriter:
         for value, name in zip(graph.outputs, names, strict=True):
             value.name = name
 
-    def _move_weights(self, model: Any) -> None:
+    def _move_weights(self, model: ir.Model) -> None:
         """Replace large tensors by references into the file of weights."""
         for value in model.graph.initializers.values():
             tensor = value.const_value
@@ -178,7 +182,11 @@ class Translatable(ExportedProgram):
     times as long as its export, and most graphs have no operator that needs it.
     """
 
-    def run_decompositions(self, decomp_table: Any = None, **others: Any) -> ExportedProgram:
+    def run_decompositions(
+        self,
+        decomp_table: Mapping[OperatorBase, Callable[..., object]] | None = None,
+        **others: object,
+    ) -> ExportedProgram:
         calls = [n.target for n in self.graph.nodes if n.op == "call_function"]
         writes = any(getattr(t, "_schema", None) and t._schema.is_mutable for t in calls)
         if decomp_table is None or writes or any(target in decomp_table for target in calls):
@@ -229,7 +237,7 @@ def known_values() -> Iterator[None]:
         interpreter.run_node = run
 
 
-def folds(node: Any) -> bool | None:
+def folds(node: ir.Node) -> bool | None:
     """Return False for a weight in another layout, and None for nodes that are folded by size.
 
     Runtimes change the layout when they load a graph. Folded here, a weight would be written once
@@ -240,7 +248,7 @@ def folds(node: Any) -> bool | None:
     return False if weighs and node.op_type in LAYOUTS else None
 
 
-def keep_results(graph: Any, count: int) -> None:
+def keep_results(graph: ir.Graph, count: int) -> None:
     """Let a graph return only the first of its results."""
     while len(graph.outputs) > count:
         graph.outputs.pop()

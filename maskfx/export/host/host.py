@@ -73,7 +73,7 @@ class Host:
         manifest: the manifest, which is checked.
     """
 
-    def __init__(self, manifest: Mapping[str, Any]) -> None:
+    def __init__(self, manifest: Mapping[str, object]) -> None:
         self.manifest = check(manifest)
         self.layout = Layout.read(manifest)
 

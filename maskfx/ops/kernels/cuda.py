@@ -15,12 +15,12 @@ from torch import Tensor
 
 from maskfx.ops.base import implement, plain_of
 from maskfx.ops.kernels import varlen
-from maskfx.ops.kernels.serves import KINDS, attempt, serves
+from maskfx.ops.kernels.serves import KINDS, Result, attempt, serves
 
 
 def window_product(
     rows: Tensor, halo: Tensor, table: Tensor, weight: Tensor, bias: Tensor | None, activation: str
-) -> Any:
+) -> Tensor:
     args = (rows, halo, table, weight, bias, activation)
 
     def kernel() -> Tensor:
@@ -32,7 +32,7 @@ def window_product(
     return _run("window_product", can, kernel, args, rows.dtype, *weight.shape)
 
 
-def gather(rows: Tensor, halo: Tensor, table: Tensor) -> Any:
+def gather(rows: Tensor, halo: Tensor, table: Tensor) -> Tensor:
     def kernel() -> Tensor:
         from maskfx.ops.kernels.rows import pick_rows
 
@@ -42,7 +42,7 @@ def gather(rows: Tensor, halo: Tensor, table: Tensor) -> Any:
     return _run("gather", serves(rows, halo), kernel, (rows, halo, table), rows.dtype)
 
 
-def enter(rows: Tensor, loaded: Tensor, table: Tensor) -> Any:
+def enter(rows: Tensor, loaded: Tensor, table: Tensor) -> Tensor:
     def kernel() -> Tensor:
         from maskfx.ops.kernels.rows import pick_rows
 
@@ -70,7 +70,7 @@ def group_scale(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-) -> Any:
+) -> Tensor:
     args = (rows, rest, spans, groups, weight, bias, eps)
 
     def kernel() -> Tensor:
@@ -83,7 +83,7 @@ def group_scale(
     return _run("group_scale", can, kernel, args, rows.dtype, size)
 
 
-def norm_activation(rows: Tensor, scales: Tensor, owner: Tensor, activation: str) -> Any:
+def norm_activation(rows: Tensor, scales: Tensor, owner: Tensor, activation: str) -> Tensor:
     args = (rows, scales, owner, activation)
 
     def kernel() -> Tensor:
@@ -95,7 +95,7 @@ def norm_activation(rows: Tensor, scales: Tensor, owner: Tensor, activation: str
     return _run("norm_activation", can, kernel, args, rows.dtype, activation)
 
 
-def scale_shift(rows: Tensor, scales: Tensor, owner: Tensor) -> Any:
+def scale_shift(rows: Tensor, scales: Tensor, owner: Tensor) -> Tensor:
     def kernel() -> Tensor:
         from maskfx.ops.kernels.norms import norm_activation
 
@@ -105,7 +105,7 @@ def scale_shift(rows: Tensor, scales: Tensor, owner: Tensor) -> Any:
     return _run("scale_shift", can, kernel, (rows, scales, owner), rows.dtype)
 
 
-def gated(rows: Tensor, activation: str, gate_first: bool, axis: int) -> Any:
+def gated(rows: Tensor, activation: str, gate_first: bool, axis: int) -> Tensor:
     args = (rows, activation, gate_first, axis)
 
     def kernel() -> Tensor:
@@ -117,7 +117,7 @@ def gated(rows: Tensor, activation: str, gate_first: bool, axis: int) -> Any:
     return _run("gated", can, kernel, args, rows.dtype, activation)
 
 
-def modulate(rows: Tensor, scale: Tensor, shift: Tensor, owner: Tensor) -> Any:
+def modulate(rows: Tensor, scale: Tensor, shift: Tensor, owner: Tensor) -> Tensor:
     args = (rows, scale, shift, owner)
 
     def kernel() -> Tensor:
@@ -130,7 +130,7 @@ def modulate(rows: Tensor, scale: Tensor, shift: Tensor, owner: Tensor) -> Any:
     return _run("modulate", can, kernel, args, rows.dtype)
 
 
-def add_gated(base: Tensor, rows: Tensor, gate: Tensor, owner: Tensor) -> Any:
+def add_gated(base: Tensor, rows: Tensor, gate: Tensor, owner: Tensor) -> Tensor:
     args = (base, rows, gate, owner)
 
     def kernel() -> Tensor:
@@ -143,7 +143,7 @@ def add_gated(base: Tensor, rows: Tensor, gate: Tensor, owner: Tensor) -> Any:
     return _run("add_gated", can, kernel, args, rows.dtype)
 
 
-def add_low_rank(base: Tensor, rows: Tensor, down: Tensor, up: Tensor, groups: Tensor) -> Any:
+def add_low_rank(base: Tensor, rows: Tensor, down: Tensor, up: Tensor, groups: Tensor) -> Tensor:
     table = groups.tolist()
     each = prod(rows.shape[1:-1])
 
@@ -174,7 +174,7 @@ def attend(
     bias_heads: int,
     pairwise: bool,
     scale: float | None,
-) -> Any:
+) -> Tensor:
     """Attend by PyTorch's attention over sequences, by the kernel, or request by request.
 
     One source of keys whose rows lie request by request needs no kernel of this package. The kernel
@@ -220,8 +220,8 @@ def attend_packed(
     bias_heads: int,
     pairwise: bool,
     scale: float | None,
-) -> Any:
-    layout: tuple[Any, ...] = (q_spans, k_spans, rest_spans, bias, bias_heads, pairwise, scale)
+) -> Tensor:
+    layout = (q_spans, k_spans, rest_spans, bias, bias_heads, pairwise, scale)
     args = (q, k, v, rest_k, rest_k_scale, rest_v, rest_v_scale, *layout)
 
     def kernel() -> Tensor:
@@ -237,12 +237,19 @@ def attend_packed(
 
 
 def _run(
-    name: str, can: bool, kernel: Callable[[], Any], args: tuple[Any, ...], *key: object
-) -> Any:
+    name: str,
+    can: bool,
+    kernel: Callable[[], Result | None],
+    args: tuple[Tensor, *tuple[object, ...]],
+    *key: object,
+) -> Result:
     """Run the kernel if it serves the call, and else the plain operator."""
     with torch.cuda.device_of(args[0]):  # where Triton launches
         found = attempt((name, *key), kernel) if can else None
-    return plain_of(name)(*args) if found is None else found
+    if found is not None:
+        return found
+    plain: Callable[..., Result] = plain_of(name)
+    return plain(*args)
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {

@@ -9,13 +9,13 @@ on the rows of this choice.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from maskfx.ir.lanes import (
+    Atom,
     Batch,
     Dim,
     Experts,
@@ -32,7 +32,7 @@ from maskfx.ir.lanes import (
     set_lane,
     shape_hint,
 )
-from maskfx.passes.context import Choice, argument, node_value, op_name
+from maskfx.passes.context import Choice, argument, node_at, node_value, nodes_at, op_name
 from maskfx.passes.lane_rules import joins, mixing
 from maskfx.passes.lane_rules.marker import Marker, Rules, same_part
 from maskfx.passes.mark_stages import STEP, stage_of
@@ -68,7 +68,7 @@ def topk(m: Marker, node: fx.Node) -> tuple[Lane, Lane]:
     return Lane(tuple(dims)), Lane(tuple(dims))
 
 
-def chosen_by(m: Marker, index: Any) -> tuple[str, bool] | None:
+def chosen_by(m: Marker, index: fx.node.Argument) -> tuple[str, bool] | None:
     """Return the choice that an index comes from, and if it numbers the sites of all requests.
 
     Otherwise it numbers the sites of each request; with a batch of one, both are the same.
@@ -140,7 +140,7 @@ def constant_of(node: fx.Node) -> Tensor:
     return found
 
 
-def need_choice(m: Marker, node: fx.Node, index: Any, dim: Dim) -> str:
+def need_choice(m: Marker, node: fx.Node, index: fx.node.Argument, dim: Dim) -> str:
     """Return the choice by which a node picks along a dimension, and note it on the node."""
     found = chosen_by(m, index)
     if found is None:
@@ -181,10 +181,10 @@ def index(m: Marker, node: fx.Node) -> Lane:
 @rule("index_select")
 def index_select(m: Marker, node: fx.Node) -> Lane:
     lane = m.need(node.args[0])
-    return picked(m, node, lane, argument(node, 1, "dim") % len(lane.dims), node.args[2])
+    return picked(m, node, lane, argument(node, 1, "dim") % len(lane.dims), node_at(node, 2))
 
 
-def picked(m: Marker, node: fx.Node, lane: Lane, axis: int, numbers: Any) -> Lane:
+def picked(m: Marker, node: fx.Node, lane: Lane, axis: int, numbers: fx.Node) -> Lane:
     """Return the lane of what an index picks along one dimension: chosen sites, or text tokens."""
     if stage_of(numbers) == STEP:
         need_choice(m, node, numbers, lane.dims[axis])
@@ -204,7 +204,7 @@ def picked(m: Marker, node: fx.Node, lane: Lane, axis: int, numbers: Any) -> Lan
 
 @rule("scatter_add", "index_add", "scatter_reduce")
 def scatter_add(m: Marker, node: fx.Node) -> Lane:
-    base, axis, numbers, source = node.args[:4]
+    base, (axis, numbers, source) = node_at(node, 0), node.args[1:4]
     if op_name(node) == "scatter_reduce" and (
         argument(node, 4, "reduce") != "sum" or not argument(node, 5, "include_self", True)
     ):
@@ -217,16 +217,16 @@ def scatter_add(m: Marker, node: fx.Node) -> Lane:
     lane = lane_of(base) or sizes_read(m, base, axis)
     if added.segments != (segment,):
         raise NotLaned(f"it adds {added} to {lane}")
-    if not lane.has_sites and stage_of(base) != STEP:  # type: ignore[arg-type]
+    if not lane.has_sites and stage_of(base) != STEP:
         sites = m.ctx.choices[segment].axis
         sites = (Batch(), *sites) if offset and m.ctx.pyramid.batch > 1 else sites
         lane = Lane((*lane.dims[:axis], sites, *lane.dims[axis + 1 :]))
-        set_lane(base, lane)  # type: ignore[arg-type]
+        set_lane(base, lane)
     need_choice(m, node, numbers, lane.dims[axis])
     return lane
 
 
-def sizes_read(m: Marker, base: Any, free: int) -> Lane:
+def sizes_read(m: Marker, base: fx.Node, free: int) -> Lane:
     """Return the lane of a constant that has a number for each site along dimension `free`."""
     if stage_of(base) == STEP:
         raise NotLaned(f"the axes of its input {base} are unknown")
@@ -257,7 +257,7 @@ def expert_axis(lane: Lane, axis: int) -> int:
 def of_expert(m: Marker, dims: tuple[Dim, ...], expert: int) -> tuple[Dim, ...]:
     """Return dimensions with the segment of all experts' sites replaced by that of one."""
 
-    def one(atom: Any) -> Any:
+    def one(atom: Atom) -> Atom:
         if not isinstance(atom, Tokens):
             return atom
         segment = chosen_segment(atom.segments[0], expert)
@@ -268,15 +268,13 @@ def of_expert(m: Marker, dims: tuple[Dim, ...], expert: int) -> tuple[Dim, ...]:
 
 
 @rule("split", "split_with_sizes", "chunk", "tensor_split", "unbind")
-def split(m: Marker, node: fx.Node) -> tuple[Lane, ...]:
+def split(m: Marker, node: fx.Node) -> Lane | tuple[Lane | None, ...]:
     lane = m.need(node.args[0])
     alone = op_name(node) == "unbind"
     axis = argument(node, 1 if alone else 2, "dim", 0) % len(lane.dims)
     experts = expert_axis(lane, axis)
     if not experts or lane.segments[0] not in m.ctx.choices:
-        fallback: Callable[..., Any] = joins.rule[op_name(node)]
-        found: tuple[Lane, ...] = fallback(m, node)
-        return found
+        return joins.rule[op_name(node)](m, node)
     parts = node.meta["val"]
     sizes = {tuple(shape_hint(part)) for part in parts}
     if len(parts) != experts or len(sizes) != 1 or alone and len(lane.dims[axis]) != 1:
@@ -293,8 +291,7 @@ def select(m: Marker, node: fx.Node) -> Lane:
     axis, number = argument(node, 1, "dim") % len(lane.dims), argument(node, 2, "index")
     experts = expert_axis(lane, axis)
     if not experts or len(lane.dims[axis]) != 1 or not isinstance(number, int):
-        found: Lane = joins.select(m, node)
-        return found
+        return joins.select(m, node)
     node.meta["choice"] = lane.segments[0]
     dims = (*lane.dims[:axis], *lane.dims[axis + 1 :])
     return Lane(of_expert(m, dims, number % experts))
@@ -302,8 +299,7 @@ def select(m: Marker, node: fx.Node) -> Lane:
 
 @rule("cat", "concat", "concatenate", "stack")
 def cat(m: Marker, node: fx.Node) -> Lane:
-    listed: Any = node.args[0]
-    nodes = [n for n in listed if 0 not in shape_hint(node_value(n))]
+    nodes = [n for n in nodes_at(node, 0) if 0 not in shape_hint(node_value(n))]
     lanes = [lane_of(n) for n in nodes]
     names = list(map(token_segment, lanes))
     choice = names[0].rpartition(":")[0] if names else ""
@@ -311,7 +307,8 @@ def cat(m: Marker, node: fx.Node) -> Lane:
     if choice not in m.ctx.choices:
         if len(nodes) == 1 and not stacked:
             return m.need(nodes[0])
-        found: Lane = joins.rule[op_name(node)](m, node)
+        found = joins.rule[op_name(node)](m, node)
+        assert isinstance(found, Lane)
         return found
     first, axis = m.need(nodes[0]), argument(node, 1, "dim", 0) % len(node_shape(node))
     experts = m.ctx.choices[choice].experts

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.types import IntLikeType
 
 from maskfx.ir.lanes import (
     Dim,
@@ -30,7 +31,7 @@ from maskfx.ir.lanes import (
     shape_hint,
 )
 from maskfx.ir.pyramid import Level
-from maskfx.passes.context import argument, node_value
+from maskfx.passes.context import argument, node_value, nodes_at
 from maskfx.passes.lane_rules.marker import Marker, Rules, same_part
 from maskfx.passes.lane_rules.windows import axis_number, is_picture_axis, placed, reached
 from maskfx.passes.mark_stages import STEP, stage_of
@@ -41,8 +42,7 @@ rule = Rules()
 
 @rule("cat", "concat", "concatenate")
 def cat(m: Marker, node: fx.Node) -> Lane:
-    listed: Any = node.args[0]
-    nodes: list[fx.Node] = [n for n in listed if 0 not in shape_hint(node_value(n))]
+    nodes = [n for n in nodes_at(node, 0) if 0 not in shape_hint(node_value(n))]
     out = node_shape(node)
     axis = argument(node, 1, "dim", 0) % len(out)
     if m.single:
@@ -259,7 +259,7 @@ def sliced_level(m: Marker, lane: Lane, axis: int, start: int, step: int, cut: i
     )
 
 
-def cut_off(end: Any, whole: Any) -> int | None:
+def cut_off(end: IntLikeType | None, whole: IntLikeType) -> int | None:
     """Return how many of a dimension's last places a slice leaves; None if sizes differ in it."""
     if end is None or isinstance(end, int) and end >= int_hint(whole):
         return 0

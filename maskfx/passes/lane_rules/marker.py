@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import fx
+from torch.types import IntLikeType
 
 from maskfx.ir.lanes import (
     Batch,
@@ -28,6 +29,7 @@ from maskfx.ir.lanes import (
     shape_hint,
 )
 from maskfx.ir.nodes import is_symbol_arithmetic
+from maskfx.ir.other_sizes import SizeExpr
 from maskfx.passes.context import PassContext, node_value, op_name
 from maskfx.passes.geometry import folds_into_users
 from maskfx.passes.lane_rules.moved import level_to_meet, results_elsewhere, whole_level
@@ -56,9 +58,9 @@ class Marker:
 
     ctx: PassContext
     rules: Mapping[str, Rule]
-    joints: dict[Any, set[Dim]] = field(default_factory=dict)
-    doubtful: dict[Any, set[Dim]] = field(default_factory=dict)
-    missed: set[Any] = field(default_factory=set)
+    joints: dict[SizeExpr, set[Dim]] = field(default_factory=dict)
+    doubtful: dict[SizeExpr, set[Dim]] = field(default_factory=dict)
+    missed: set[SizeExpr] = field(default_factory=set)
     read: set[fx.Node] = field(default_factory=set)
     differ: bool = False
 
@@ -163,7 +165,7 @@ class Marker:
                 found = self.doubtful if node in self.read else self.joints
                 found.setdefault(size.node.expr, set()).add((Tokens(segments),))
 
-    def known_joints(self) -> set[Any]:
+    def known_joints(self) -> set[SizeExpr]:
         return self.joints.keys() | self.doubtful.keys()
 
     def begin_again(self) -> None:
@@ -192,8 +194,7 @@ class Marker:
         plain = all(lane is not None and not lane.has_sites for lane in lanes)
         if rule is not None:
             try:
-                found: Lane | tuple[Lane | None, ...] = rule(self, node)
-                return found
+                return rule(self, node)
             except NotLaned:
                 if not plain or any(lane and lane.has_batch for lane in lanes):
                     raise
@@ -254,7 +255,7 @@ class Marker:
             dims.append(dim)
         return Lane(tuple(dims))
 
-    def read_dim(self, size: object, first: bool) -> Dim | None:
+    def read_dim(self, size: IntLikeType, first: bool) -> Dim | None:
         hint = int_hint(size)
         if hint == 1:
             return ()
@@ -295,7 +296,7 @@ class Marker:
 
     def unify(
         self,
-        nodes: Sequence[Any],
+        nodes: Sequence[object],
         out: Sequence[int],
         free: int | None = None,
         to: fx.Node | None = None,
@@ -370,21 +371,22 @@ def same_part(part: Dim, lane: Lane) -> bool:
     return sum(isinstance(a, (Y, X, Tokens)) for a in lane.atoms()) == len(part)
 
 
-def need_constant(m: Marker, nodes: Sequence[Any]) -> None:
+def need_constant(m: Marker, nodes: Sequence[object]) -> None:
     for node in nodes:
         if isinstance(node, fx.Node) and m.need(node).kind != "const":
             raise NotLaned(f"its weight {node} depends on the request")
 
 
 Lanes = Lane | tuple[Lane | None, ...] | None
-Rule = Callable[[Marker, fx.Node], Any]
+Rule = Callable[[Marker, fx.Node], Lane | tuple[Lane | None, ...]]
+R = TypeVar("R", bound=Rule)
 
 
 class Rules(dict[str, Rule]):
     """The lane rules of one file, by operator name."""
 
-    def __call__(self, *names: str) -> Callable[[Rule], Rule]:
-        def register(function: Rule) -> Rule:
+    def __call__(self, *names: str) -> Callable[[R], R]:
+        def register(function: R) -> R:
             self.update(dict.fromkeys(names, function))
             return function
 

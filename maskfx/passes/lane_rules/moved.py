@@ -87,7 +87,7 @@ def rolls_after(node: fx.Node) -> Iterator[fx.Node]:
         stack.extend(user.users)
 
 
-def roll_arguments(node: fx.Node) -> tuple[Any, Any]:
+def roll_arguments(node: fx.Node) -> tuple[object, object]:
     return argument(node, 1, "shifts"), argument(node, 2, "dims", [])
 
 

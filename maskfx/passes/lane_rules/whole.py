@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
 from maskfx.ir.lanes import Feature, Lane, NotLaned, node_shape
+from maskfx.passes.context import nodes_at
 from maskfx.passes.lane_rules.marker import Marker, Rules
 
 rule = Rules()
@@ -14,7 +13,7 @@ rule = Rules()
 
 @rule("run_whole")
 def run_whole(m: Marker, node: fx.Node) -> Lane:
-    values: Any = node.args[1]
+    values = nodes_at(node, 1)
     for value in values:
         lane = m.need(value)
         if not lane.is_feature_dim(-1):

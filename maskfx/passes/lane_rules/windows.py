@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
+from torch.types import IntLikeType
 
 from maskfx.ir.lanes import (
     Dim,
@@ -44,8 +46,7 @@ def window(m: Marker, node: fx.Node) -> Lane:
     name = op_name(node)
     if name in CONVOLUTIONS:
         need_constant(m, node.args[1:3])
-    source: Any = node.args[0]
-    plain = lane_of(source)
+    plain = lane_of(node.args[0])
     if plain is not None and (found := m.of_samples(node, plain)) is not None:
         return found
     geometry = window_geometry(node, m.need)
@@ -112,7 +113,7 @@ def upsample(m: Marker, node: fx.Node) -> Lane:
     return Lane((lane.dims[0], lane.dims[1], (Y(level),), (X(level),)))
 
 
-def level_of_size(m: Marker, source: int, sizes: Sequence[object]) -> int | None:
+def level_of_size(m: Marker, source: int, sizes: Sequence[IntLikeType]) -> int | None:
     """Return the level that a picture resized to these sizes has, or None."""
     pyramid = m.ctx.pyramid
     known = pyramid.resized(source, (int_hint(sizes[0]), int_hint(sizes[1])))
@@ -186,7 +187,7 @@ def padded_level(
     return found
 
 
-def filled_up(m: Marker, level: Level, i: int, size: Any) -> Level | None:
+def filled_up(m: Marker, level: Level, i: int, size: torch.SymInt) -> Level | None:
     """Return the level with sites added along an axis up to a multiple, read from the size."""
     for number in numbers_in(size):
         found = replace(level, fill=placed(level.fill, i, number))

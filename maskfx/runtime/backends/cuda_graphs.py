@@ -21,8 +21,8 @@ from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Interface
 from maskfx.ir.sources import Pairs, RankGroups, RestSpans, Spans
 from maskfx.runtime.backends.eager import Runner
-from maskfx.runtime.backends.graph_function import Fetch
-from maskfx.runtime.backends.pieces import PieceRunner, Run, at_inputs
+from maskfx.runtime.backends.graph_function import Fetch, Run
+from maskfx.runtime.backends.pieces import PieceRunner, at_inputs
 
 log = logging.getLogger(__name__)
 

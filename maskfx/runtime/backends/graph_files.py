@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Protocol
 
 import torch
 import torch.utils.dlpack
@@ -45,7 +46,7 @@ class PackagedGraph:
     def __init__(self, path: Path) -> None:
         from torch._inductor import aoti_load_package
 
-        self._run: Any = aoti_load_package(str(path))
+        self._run = aoti_load_package(str(path))
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         with torch.no_grad():
@@ -75,7 +76,7 @@ class OnnxGraph:
     """A graph that onnxruntime runs, on CUDA where its provider is installed."""
 
     def __init__(self, path: Path) -> None:
-        runtime: Any = imported("onnxruntime")
+        runtime = imported("onnxruntime")
         wanted = ("CUDAExecutionProvider", "CPUExecutionProvider")
         there = [name for name in wanted if name in runtime.get_available_providers()]
         options = runtime.SessionOptions()
@@ -90,7 +91,7 @@ class OnnxGraph:
         found = self._session.run_with_ort_values(self._outputs, given)
         return [torch.utils.dlpack.from_dlpack(value._ortvalue) for value in found]
 
-    def _given(self, value: Tensor) -> Any:
+    def _given(self, value: Tensor) -> object:
         value = value.detach().contiguous()
         if value.dtype == torch.bfloat16:  # which NumPy doesn't have
             bits = value.cpu().view(torch.uint16).numpy()
@@ -107,7 +108,7 @@ FORMATS: dict[str, Callable[[Path], GraphFile]] = {
 }
 
 
-def imported(name: str, extra: str = "export") -> Any:
+def imported(name: str, extra: str = "export") -> ModuleType:
     """Import a package of an extra."""
     try:
         return import_module(name)

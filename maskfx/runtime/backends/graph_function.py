@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx
 
 Fetch = Callable[[str], Tensor]
-Call = tuple[Any, tuple[Any, ...]]  # an operator and its arguments
+Run = Callable[[Fetch], Any]  # runs a graph: returns what its module would
+Call = tuple[fx.node.Target, Sequence[object]]  # an operator and its arguments
 SPELLED = (type(None), bool, int, str)  # types whose values are written as they are
 
 
 def graph_function(
     module: fx.GraphModule, rewritten: Callable[[fx.Node], Call | None] = lambda node: None
-) -> Callable[[Fetch], Any]:
+) -> Run:
     """Return a function that takes `fetch` and returns what the graph's module would return.
 
     An input is fetched right before its first use. Values are freed after their last use. Weights
@@ -47,10 +48,10 @@ class GraphWriter:
             if node.op not in ("placeholder", "get_attr"):
                 self._write(node, ends.get(node, ()))
 
-    def function(self) -> Callable[[Fetch], Any]:
+    def function(self) -> Run:
         code = compile("\n".join(self._lines), "<graph>", "exec", dont_inherit=True)
         exec(code, self._scope)
-        found: Callable[[Fetch], Any] = self._scope["run"]
+        found: Run = self._scope["run"]
         return found
 
     def _write(self, node: fx.Node, last: tuple[fx.Node, ...] | list[fx.Node]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._inductor as inductor
@@ -25,8 +25,11 @@ from maskfx.compiler.pieces import Also, Piece, cut
 from maskfx.compiler.rows_export import export_rows
 from maskfx.config import Settings
 from maskfx.ir.program import Program
-from maskfx.runtime.backends.graph_function import Fetch
-from maskfx.runtime.backends.pieces import PieceRunner, Run, at_inputs
+from maskfx.runtime.backends.graph_function import Fetch, Run
+from maskfx.runtime.backends.pieces import PieceRunner, at_inputs
+
+if TYPE_CHECKING:
+    import sympy
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -113,7 +116,7 @@ def sizes_behind(module: fx.GraphModule) -> Also:
     Inductor wants each symbol of a piece's sizes as a size of its own: for a value of `a + b` rows
     it wants `a` and `b`. An exported graph's symbols are sizes of its inputs.
     """
-    sizes: dict[Any, fx.Node] = {}
+    sizes: dict[sympy.Symbol, fx.Node] = {}
     read = [(node, place) for node in module.graph.nodes for place in inputs_of(node)]
     for node, place in read:
         for axis, size in enumerate(place.meta["val"].shape):
@@ -136,12 +139,12 @@ def inputs_of(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if n.op == "placeholder"]
 
 
-def shape_of(value: object) -> Sequence[Any]:
+def shape_of(value: object) -> Sequence[object]:
     """Return a tensor's sizes, or the number itself."""
     return value.shape if isinstance(value, Tensor) else (value,)
 
 
-def symbols_in(value: object) -> list[tuple[ShapeEnv, Any]]:
+def symbols_in(value: object) -> list[tuple[ShapeEnv, sympy.Symbol]]:
     """Return the symbols in a value's sizes and strides, each with its environment."""
     numbers = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
     nodes = [n.node for n in numbers if isinstance(n, torch.SymInt)]
@@ -152,7 +155,7 @@ def symbols_in(value: object) -> list[tuple[ShapeEnv, Any]]:
     ]
 
 
-def plain_symbol(size: object) -> Any:
+def plain_symbol(size: object) -> sympy.Symbol | None:
     """Return the symbol that a size is, or None for a number or an expression."""
     expr = size.node.expr if isinstance(size, torch.SymInt) else None
     return expr if expr is not None and expr.is_Symbol else None
@@ -181,8 +184,8 @@ def fresh_fakes(values: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     """
     shapes = ShapeEnv(duck_shape=False)
     mode = FakeTensorMode(shape_env=shapes)
-    symbols: dict[Any, Any] = {}
-    hints: dict[Any, int] = {}
+    symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+    hints: dict[sympy.Symbol, int] = {}
     for known, symbol in (pair for value in values for pair in symbols_in(value)):
         if symbol not in symbols:
             source = ConstantSource(f"size_{len(symbols)}")

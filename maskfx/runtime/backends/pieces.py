@@ -9,9 +9,8 @@ from torch import Tensor, fx
 
 from maskfx.compiler.pieces import Piece
 from maskfx.runtime.backends.eager import first_uses
-from maskfx.runtime.backends.graph_function import Fetch
+from maskfx.runtime.backends.graph_function import Fetch, Run
 
-Run = Callable[[Fetch], Any]
 Before = Callable[[int, Mapping[str, Tensor]], None]
 LEAST = 3  # products per piece, at least: shorter ones start more often than they overlap loads
 PRODUCTS = (

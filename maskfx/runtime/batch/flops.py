@@ -145,7 +145,7 @@ class RowCounter(fx.Interpreter):
             if node.op == "placeholder":
                 self.rows[node] = row_set(program.interface.inputs[str(node.target)])
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         before = self.mode.get_total_flops()
         value = super().run_node(n)
         if n.op == "call_function":
@@ -164,8 +164,8 @@ class RowCounter(fx.Interpreter):
         return value.detach().to("meta") if isinstance(value, Tensor) else value
 
     def call_function(
-        self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], kwargs: dict[str, object]
+    ) -> object:
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
         if target is torch.ops.aten.to.device:
@@ -175,7 +175,7 @@ class RowCounter(fx.Interpreter):
     def _first(self, node: fx.Node) -> RowSet:
         return next((self.rows[n] for n in node.all_input_nodes if self.rows.get(n)), ())
 
-    def _follow(self, node: fx.Node, value: Any) -> RowSet:
+    def _follow(self, node: fx.Node, value: object) -> RowSet:
         """Return the row set of a value; () if its first dimension isn't rows."""
         target = node.target
         if target in (*SUMS, torch.ops.aten.sym_size.int):
@@ -188,7 +188,8 @@ class RowCounter(fx.Interpreter):
         if target is torch.ops.aten.cat.default and (len(node.args) < 2 or node.args[1] == 0):
             return tuple(s for n in node.all_input_nodes for s in self.rows.get(n, ()))
         found = self._first(node)
-        if target is torch.ops.aten.slice.Tensor and found and int_of(node.args[1:2]) == 0:
+        sliced = target is torch.ops.aten.slice.Tensor and found
+        if sliced and isinstance(value, Tensor) and int_of(node.args[1:2]) == 0:
             return self._part(found, value.shape[0])
         return found
 
@@ -202,7 +203,7 @@ class RowCounter(fx.Interpreter):
         return whole
 
 
-def int_of(args: Iterable[Any]) -> int:
+def int_of(args: Iterable[object]) -> int:
     return next((a for a in args if isinstance(a, int)), 0)
 
 

@@ -88,7 +88,7 @@ class Frame:
     _adapted: tuple[Stacks, list[int | None]] | None = None
     _brought: bool = False
     _fixed: dict[str, Tensor] = field(default_factory=dict)
-    _given: dict[str, tuple[list[Any], Tensor]] = field(default_factory=dict)
+    _given: dict[str, tuple[list[object], Tensor]] = field(default_factory=dict)
     _picks: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

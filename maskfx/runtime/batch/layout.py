@@ -7,7 +7,6 @@ here are on the host and are computed once per batch of the same masks and sizes
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +54,7 @@ class Layout:
     places: LruCache[object, Places] = field(default_factory=lambda: LruCache(PLACES))
     _indices: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
     _active: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
-    _orders: dict[tuple[Any, ...], list[Tensor]] = field(default_factory=dict)
+    _orders: dict[tuple[object, ...], list[Tensor]] = field(default_factory=dict)
     _counts: dict[tuple[str, ...], list[tuple[int, ...]]] = field(default_factory=dict)
 
     @property

@@ -85,7 +85,7 @@ def places(index: Tensor, sizes: Sequence[int], site_axes: int) -> Places:
     return (slice(None), *reversed(found))
 
 
-def whole_result(result: Any, recorded: Sequence[Any]) -> Any:
+def whole_result(result: object, recorded: Sequence[Tensor]) -> object:
     """Return a result with full outputs in place of `OutputRows`."""
     leaves, spec = pytree.tree_flatten(result)
     if not any(isinstance(leaf, OutputRows) for leaf in leaves):

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class RecordedRows:
     layout: Layout
     device: torch.device
     tables: RowTables
-    _stacks: dict[Any, Tensor] = field(default_factory=dict)
+    _stacks: dict[object, Tensor] = field(default_factory=dict)
     _together: tuple[weakref.ref[Member], SharedRows | None] | None = None
 
     def begin_step(self) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from math import inf
@@ -66,7 +66,8 @@ class CudaCopyStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
-        self._copied: Any = WeakIdKeyDictionary()  # event of each copy that was not read yet
+        # event of each copy that was not read yet
+        self._copied: MutableMapping[Tensor, torch.cuda.Event] = WeakIdKeyDictionary()
 
     def start(self) -> torch.cuda.Event:
         """Record an event after what the reader has queued: the recordings and tables to read."""

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maskfx.ir.grids import Floats
 from maskfx.ops import put_all
 from maskfx.runtime.cache.patch_changes import ChangeMeter, boundary_taps, reading_sets
 from maskfx.runtime.cache.places import Batched
 from maskfx.runtime.cache.rolling import RollingCache, RowBlock
 
-Floats = NDArray[np.floating[Any]]
 Sums = NDArray[np.float64]
 
 

@@ -64,7 +64,7 @@ class RollingCache(StepCache):
     in_full: range = range(0)
     changes: PatchChanges | None = None
     closed: bool = False
-    _free: Callable[[], Any] = field(default=lambda: None)
+    _free: Callable[[], object] = field(default=lambda: None)
 
     @property
     def compares_inputs(self) -> bool:

@@ -147,7 +147,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._written: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._written: dict[tuple[object, ...], dict[str, object]] = {}
 
     def add(self, value: Rows, wanted: Format = Format.KEEP) -> dict[str, Any]:
         """Store rows or any other tensor; return a reference for the reader."""
@@ -172,7 +172,7 @@ class _Writer:
             self._written[place] = ref
         return ref
 
-    def _write(self, rows: Tensor | Packed, shape: list[int]) -> dict[str, Any]:
+    def _write(self, rows: Tensor | Packed, shape: list[int]) -> dict[str, object]:
         at, format = str(len(self.tensors)), Format.KEEP
         if isinstance(rows, Packed):
             format = rows.format

@@ -111,7 +111,7 @@ def reason(error: BaseException) -> str:
 
 def read_adapter_file(
     file: AdapterFile, limits: FileLimits, read: Read = read_bytes
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Read a file's tensors and peft's settings, keyed by part and name."""
     name = file.name
     if file.size > limits.nbytes:
@@ -189,7 +189,7 @@ def targets_of(module: nn.Module) -> dict[str, Shape]:
 def adapter_of(
     name: str,
     by_part: Mapping[str, Mapping[str, Tensor]],
-    alphas: Mapping[str, Any],
+    alphas: Mapping[str, object],
     settings: Mapping[str, Any],
     targets: Targets,
     limits: FileLimits,
@@ -320,7 +320,7 @@ def digest_of(parts: Mapping[str, Layers]) -> str:
             update = parts[part][layer]
             for matrix in (update.down, update.up):
                 seen.update(repr((part, layer, update.scale, matrix.dtype, matrix.shape)).encode())
-                flat: Any = matrix.contiguous().flatten().view(torch.uint8).numpy()
+                flat = matrix.contiguous().flatten().view(torch.uint8).numpy()
                 seen.update(flat.data)
     return seen.hexdigest()
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from maskfx.errors import InputError
 from maskfx.runtime.lora.files import SUFFIX, AdapterFile, FileLimits
@@ -166,7 +165,7 @@ class Adapters:
             del self._profiles[key]
 
     def acquire(
-        self, adapter: RegisteredAdapter, target: Mapping[str, Any], kind: str
+        self, adapter: RegisteredAdapter, target: Mapping[str, object], kind: str
     ) -> AdapterLease:
         """Return a lease of an adapter, whose load begins unless it is in memory.
 
@@ -177,12 +176,12 @@ class Adapters:
         """
         return self._residency.acquire(*self._load(adapter, target, kind))
 
-    def prefetch(self, adapter: RegisteredAdapter, target: Mapping[str, Any], kind: str) -> None:
+    def prefetch(self, adapter: RegisteredAdapter, target: Mapping[str, object], kind: str) -> None:
         """Begin to load an adapter that a waiting request will need."""
         self._residency.prefetch(*self._load(adapter, target, kind))
 
     def _load(
-        self, adapter: RegisteredAdapter, target: Mapping[str, Any], kind: str
+        self, adapter: RegisteredAdapter, target: Mapping[str, object], kind: str
     ) -> tuple[str, Load]:
         """Return the key of an adapter for a kind of pipeline, and the function that loads it."""
         file = adapter.file

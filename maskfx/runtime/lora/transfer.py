@@ -77,7 +77,7 @@ def send_block(channel: Channel, adapter: Adapter, head: Head) -> None:
     if not shares_memory():
         block = torch.empty(head["nbytes"], dtype=torch.uint8)
         write_block(adapter, head, block)
-        flat: Any = block.numpy()
+        flat = block.numpy()
         channel.send(flat.data)
         return
     descriptor = memory_file(head["nbytes"])

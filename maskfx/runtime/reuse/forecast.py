@@ -59,7 +59,7 @@ class Curve:
         return self._count
 
 
-def fits(answer: Answer, leaves: list[Any], spec: pytree.TreeSpec) -> bool:
+def fits(answer: Answer, leaves: list[object], spec: pytree.TreeSpec) -> bool:
     """Whether the outputs have the same structure and shapes; guidance may end mid-run."""
     shapes = [getattr(leaf, "shape", None) for leaf in leaves]
     return answer.spec == spec and shapes == [getattr(v, "shape", None) for v in answer.leaves]

@@ -7,19 +7,23 @@ would have been wrong, had it been continued from earlier outputs instead of com
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from maskfx.errors import InputError
+from maskfx.ir.grids import Floats
 from maskfx.runtime.reuse.forecast import KEPT, weights_of
-from maskfx.runtime.reuse.judges import FEATURES, Bools, Floats, TableJudge, bin_changes
+from maskfx.runtime.reuse.judges import FEATURES, Bools, TableJudge, bin_changes
 from maskfx.runtime.reuse.patch_calls import ObservedCall
 from maskfx.runtime.sites.patches import PatchGrid
+
+if TYPE_CHECKING:
+    from sklearn.ensemble import RandomForestClassifier
 
 TREES, DEPTH, LEAF = 20, 8, 20  # of the forest
 NOISES, CHANGES = 32, 256  # bins of the table
@@ -118,7 +122,7 @@ def train_judge(
     runs: Sequence[Sequence[ObservedRun]],
     greatest: int,
     tolerance: float,
-    about: dict[str, Any],
+    about: Mapping[str, object],
     seed: int = 0,
 ) -> TableJudge:
     """Train a judge; the last quarter of the runs is held out.
@@ -145,7 +149,7 @@ def train_judge(
     return TableJudge(table, {**card, "age": greatest, "runs": len(runs), "held_out": held})
 
 
-def fitted(samples: Samples, seed: int) -> Any:
+def fitted(samples: Samples, seed: int) -> RandomForestClassifier:
     from sklearn.ensemble import RandomForestClassifier
 
     forest = RandomForestClassifier(
@@ -154,12 +158,12 @@ def fitted(samples: Samples, seed: int) -> Any:
     return forest.fit(samples.features, samples.computed)
 
 
-def decisions(forest: Any, features: Floats) -> Bools:
+def decisions(forest: RandomForestClassifier, features: Floats) -> Bools:
     """Return what the forest decides; one trained on a single class always decides for it."""
     return np.asarray(forest.predict(features)).astype(bool)
 
 
-def tabulated(forest: Any, stretches: int, ages: int) -> Bools:
+def tabulated(forest: RandomForestClassifier, stretches: int, ages: int) -> Bools:
     """Return the forest's decisions at the middle of each bin."""
     noises = (np.arange(NOISES) + 0.5) / NOISES
     out = np.zeros((stretches, ages, NOISES, CHANGES), bool)
@@ -173,7 +177,9 @@ def tabulated(forest: Any, stretches: int, ages: int) -> Bools:
     return out
 
 
-def scores(forest: Any, judge: TableJudge, learnt: Samples, tested: Samples) -> dict[str, Any]:
+def scores(
+    forest: RandomForestClassifier, judge: TableJudge, learnt: Samples, tested: Samples
+) -> dict[str, object]:
     """Return the scores on held-out runs, and how often the table decides as the forest."""
     from sklearn.metrics import roc_auc_score
 

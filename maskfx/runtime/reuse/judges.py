@@ -7,6 +7,7 @@ Pure functions of numbers: no tensors, no denoiser. `patches.py` asks them once 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskfx.errors import InputError
+from maskfx.ir.grids import Floats
 
-Floats = NDArray[np.floating[Any]]
 Bools = NDArray[np.bool_]
 
 FEATURES = ("change", "stretch", "age", "noise")
@@ -157,7 +158,7 @@ def joined(parts: Sequence[PatchFeatures]) -> PatchFeatures:
     )
 
 
-def load_judge(path: str | Path) -> TableJudge:
+def load_judge(path: str | os.PathLike[str]) -> TableJudge:
     """Return a judge that `maskfx train-judge` wrote."""
     path = Path(path)
     if not path.is_file():
@@ -195,7 +196,7 @@ def bin_changes(count: int) -> Floats:
     return np.asarray(SMALLEST * (LARGEST / SMALLEST) ** middle)
 
 
-def noise_bin(noise: Any, count: int) -> NDArray[np.int64]:
+def noise_bin(noise: float | Floats, count: int) -> NDArray[np.int64]:
     """Return the bin of a noise level, or of each."""
     return np.asarray(np.clip(np.asarray(noise) * count, 0, count - 1), np.int64)
 

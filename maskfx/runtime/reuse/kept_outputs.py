@@ -31,9 +31,9 @@ class KeptOutputs:
         self.cells, self.shape = cells, shape
         self.count = int(cells.max()) + 1 if cells.size else 0
         self.known = np.full((KEPT, self.count), NEVER)  # call numbers of the answers, by cell
-        self._answers: list[list[Any]] = []
+        self._answers: list[list[object]] = []
 
-    def learn(self, now: int, leaves: Sequence[Any], computed: Bools) -> None:
+    def learn(self, now: int, leaves: Sequence[object], computed: Bools) -> None:
         """Store the outputs of the cells that call number `now` computed."""
         if not self._answers or shapes(self._answers[-1]) != shapes(leaves):
             self._answers = [[copy_of(leaf) for leaf in leaves] for _ in range(KEPT)]
@@ -54,7 +54,7 @@ class KeptOutputs:
                 for new, old in zip(newer, self._answers[place], strict=True)
             ]
 
-    def at(self, now: int, leaves: Sequence[Any], kept: Bools) -> list[Any]:
+    def at(self, now: int, leaves: Sequence[object], kept: Bools) -> list[Any]:
         """Return outputs whose kept cells are extrapolated to call number `now`.
 
         Values that don't lie on the sites of the mask are returned as they are.
@@ -63,15 +63,15 @@ class KeptOutputs:
         if not kept.any() or shapes(self._answers[-1]) != shapes(leaves):
             return list(leaves)
         weights = self._weights(now, kept)
-        out = []
-        for column in zip(leaves, *self._answers, strict=True):
-            leaf = column[0]
-            if self._form(leaf) is None:
+        out: list[object] = []
+        for leaf, *column in zip(leaves, *self._answers, strict=True):
+            if not isinstance(leaf, Tensor) or self._form(leaf) is None:
                 out.append(leaf)
                 continue
             kind = wide(leaf.dtype)
             total = torch.zeros_like(leaf, dtype=kind)
-            for row, value in zip(weights, column[1:], strict=True):
+            for row, value in zip(weights, column, strict=True):
+                assert isinstance(value, Tensor), "answers have the same shapes"
                 total += self._spread(row, leaf).to(kind) * value.to(kind)
             out.append(self.chosen(kept, total.to(leaf.dtype), leaf))
         return out
@@ -86,10 +86,12 @@ class KeptOutputs:
             found[KEPT - len(known) :, own] = np.array(weights_of(known, now))[:, None]
         return found
 
-    def chosen(self, cells: Bools, new: Any, old: Any) -> Any:
+    def chosen(self, cells: Bools, new: object, old: object) -> object:
         """Return the new value in these cells and the old one elsewhere."""
         if cells.all() or self._form(new) is None:
             return copy_of(new)  # also of an output that has no sites
+        assert isinstance(new, Tensor), "an output with sites"
+        assert isinstance(old, Tensor), "an answer has the same shape"
         return torch.where(self._spread(cells, new), new, old)
 
     def _spread(self, of_cells: NDArray[Any], like: Tensor) -> Tensor:
@@ -98,7 +100,7 @@ class KeptOutputs:
         assert form is not None, "an output without the mask's sites"
         return moved(torch.from_numpy(of_cells[self.cells]).view(form), like.device)
 
-    def _form(self, leaf: Any) -> tuple[int, ...] | None:
+    def _form(self, leaf: object) -> tuple[int, ...] | None:
         """Return the shape that a value per site broadcasts in; None if the output has no sites."""
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return None
@@ -108,5 +110,5 @@ class KeptOutputs:
         return (-1, 1) if leaf.dim() == 3 and leaf.shape[1] == self.shape[0] else None
 
 
-def shapes(leaves: Sequence[Any]) -> list[Any]:
+def shapes(leaves: Sequence[object]) -> list[object]:
     return [getattr(leaf, "shape", None) for leaf in leaves]

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from maskfx.ir.grids import Floats
 from maskfx.runtime.cache.rolling import RollingCache
-from maskfx.runtime.reuse.judges import Bools, Floats
+from maskfx.runtime.reuse.judges import Bools
 from maskfx.runtime.reuse.kept_outputs import KeptOutputs
 from maskfx.runtime.reuse.patch_choice import PatchChoice
 from maskfx.runtime.reuse.patches import PatchState

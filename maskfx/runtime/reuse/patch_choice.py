@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from maskfx.runtime.reuse.judges import Bools, Floats, Judge, PatchFeatures, judge_together
+from maskfx.ir.grids import Floats
+from maskfx.runtime.reuse.judges import Bools, Judge, PatchFeatures, judge_together
 from maskfx.runtime.reuse.patches import PatchReuse, PatchState
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.sites.stretch_choice import Choose

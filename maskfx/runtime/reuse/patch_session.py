@@ -38,7 +38,7 @@ from maskfx.runtime.reuse.patch_calls import (
 )
 from maskfx.runtime.reuse.patch_choice import PatchChoice, StretchState
 from maskfx.runtime.reuse.patches import PatchReuse, PatchState
-from maskfx.runtime.reuse.session import Times, times_of
+from maskfx.runtime.reuse.session import Times, recorded, times_of
 from maskfx.runtime.reuse.site_inputs import SiteInputs
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.sites.patches import PatchGrid
@@ -209,7 +209,9 @@ class PatchSession:
         cells = np.arange(inside.count) < self.grid.count
         for kept, new in zip(cache.output, recording.output, strict=True):
             if isinstance(kept, Tensor):
-                kept.copy_(inside.chosen(cells, kept, moved(new, kept.device)))
+                chosen = inside.chosen(cells, kept, moved(new, kept.device))
+                assert isinstance(chosen, Tensor), "it is given tensors"
+                kept.copy_(chosen)
 
     def _cheapest(self, own: Branch, pending: PendingCall) -> PendingCall:
         """Return the call as it is cheapest: calls in full are recorded only where rows are read.
@@ -253,12 +255,12 @@ class PatchSession:
         wide_ = dict(enumerate(masks, 1))
         return EditStep(inputs, masks[-1], cache, any_step=True, wide=wide_, record=True)
 
-    def take(self, ordinal: int, branch: str, result: Any) -> Any:
+    def take(self, ordinal: int, branch: str, result: object) -> Any:
         """Return the full output of a call from its step's result."""
         pending, own = self._asked.pop((ordinal, branch)).done, self._branches[branch]
         output = result
         if pending.kind is PatchCall.RECORD:
-            output, recording = result
+            output, recording = recorded(result, ordinal, branch)
             self._start(own, pending, recording)
         elif pending.kind is not PatchCall.DENSE and own.cache is not None:
             self._advance(own, pending, output)
@@ -308,7 +310,7 @@ class PatchSession:
         own.full = pending.number
         self._read(own, pending.inputs, np.ones(self.grid.count, bool))
 
-    def _advance(self, own: Branch, pending: PendingCall, output: Any) -> None:
+    def _advance(self, own: Branch, pending: PendingCall, output: object) -> None:
         assert own.state is not None, "a cache without a state"
         assert own.cache is not None, "a cache that was closed"
         assert pending.computed is not None, "patches without a choice"
@@ -329,14 +331,14 @@ class PatchSession:
         if pending.everywhere and pending.computed.all():
             own.full = pending.number
 
-    def _observe(self, branch: str, own: Branch, pending: PendingCall, output: Any) -> None:
+    def _observe(self, branch: str, own: Branch, pending: PendingCall, output: object) -> None:
         inputs, outputs = self._inputs.find(pending.inputs), self._inputs.find({"": output})
         if self.observer is None or own.state is None or inputs is None or outputs is None:
             return
         rates, noise = own.state.rate.copy(), pending.noise
         self.observer(ObservedCall(branch, inputs.clone(), outputs.clone(), rates, noise))
 
-    def _continued(self, own: Branch, pending: PendingCall, output: Any) -> Any:
+    def _continued(self, own: Branch, pending: PendingCall, output: object) -> object:
         """Return an output whose kept patches continue their last outputs, if so configured."""
         if self.settings.outputs != "extrapolate" or own.refused or self.settings.keeps_nothing:
             return output
@@ -385,7 +387,7 @@ class PatchSession:
             known[key] = mask if everywhere or self._masked is None else mask & self._masked
         return known[key]
 
-    def _read(self, own: Branch, inputs: Mapping[str, Any], computed: Bools) -> None:
+    def _read(self, own: Branch, inputs: Mapping[str, object], computed: Bools) -> None:
         """Store the input where the first stretch has read it."""
         own.read = self._inputs.read(own.read, self._inputs.find(inputs), computed)
 

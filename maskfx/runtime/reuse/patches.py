@@ -8,18 +8,18 @@ executes the decisions.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from maskfx.errors import InputError
+from maskfx.ir.grids import Floats
 from maskfx.runtime.reuse.judges import (
     Bools,
-    Floats,
     Judge,
     PatchFeatures,
     Threshold,
@@ -65,7 +65,7 @@ class PatchReuse:
     side: int = 8
     outputs: str = "extrapolate"
     sets: str = "alike"
-    judge: Any = None
+    judge: Judge | str | os.PathLike[str] | None = None
     order: str = "step"
 
     def __post_init__(self) -> None:
@@ -81,8 +81,13 @@ class PatchReuse:
                     f"PatchReuse: {name}={getattr(self, name)!r}: choose one of {', '.join(known)}"
                 )
         Threshold(self.threshold)
-        if self.judge is not None and not hasattr(self.judge, "computes"):
+        if isinstance(self.judge, (str, os.PathLike)):
             load_judge(self.judge)
+        elif self.judge is not None and not hasattr(self.judge, "computes"):
+            raise InputError(
+                f"PatchReuse: judge={self.judge!r}: give a file of maskfx train-judge, or an "
+                "object with the methods of a Judge"
+            )
 
     @classmethod
     def of(cls, given: PatchReuse | float) -> PatchReuse:
@@ -94,8 +99,7 @@ class PatchReuse:
         """Return the judge."""
         if self.judge is None:
             return Threshold(float(self.threshold))
-        found: Judge = self.judge if hasattr(self.judge, "computes") else load_judge(self.judge)
-        return found
+        return load_judge(self.judge) if isinstance(self.judge, (str, os.PathLike)) else self.judge
 
     @property
     def keeps_nothing(self) -> bool:

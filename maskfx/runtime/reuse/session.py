@@ -134,7 +134,8 @@ class EditSession:
         template: Mapping[CallKey, StepCache] | None = None,
         wide: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self.mask, self.policy = check_mask(mask), policy or ReusePolicy()
+        self.mask = check_mask(mask)
+        self.policy: ReusePolicy = policy or ReusePolicy()
         self.wide = dict(wide or {})
         if bool(mask.all()):  # no inactive sites to read from a recording
             self.policy = replace(self.policy, reuse="steps", refresh=1)
@@ -217,7 +218,7 @@ class EditSession:
             )
 
     def _of_template(
-        self, ordinal: int, branch: str, inputs: Mapping[str, Any]
+        self, ordinal: int, branch: str, inputs: Mapping[str, object]
     ) -> StepCache | None:
         """Return the template's recording; "auto" ignores one of another timestep."""
         kept = self.template.get((ordinal, branch))
@@ -225,7 +226,7 @@ class EditSession:
             return None
         return kept
 
-    def _outputs(self, ordinal: int, output: object) -> list[Any]:
+    def _outputs(self, ordinal: int, output: object) -> list[object]:
         """Return copies of a dense call's outputs if later calls may be extrapolated from them."""
         wanted = self.policy.outside == "extrapolate" and ordinal < self.policy.first
         return [copy_of(leaf) for leaf in pytree.tree_leaves(output)] if wanted else []
@@ -251,7 +252,9 @@ def spread(times: Sequence[Times]) -> list[Times]:
     return [t * count if len(t) == 1 else t for t in times]
 
 
-def extrapolated(before: Sequence[Any], last: Sequence[Any], reach: Sequence[float]) -> list[Any]:
+def extrapolated(
+    before: Sequence[object], last: Sequence[object], reach: Sequence[float]
+) -> list[object]:
     """Extrapolate outputs on the line through two; repeat the last where they don't match."""
     if len(before) != len(last):
         return list(last)
@@ -292,7 +295,7 @@ def is_time(name: str, value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def times_of(inputs: Mapping[str, Any], ordinal: int) -> Times:
+def times_of(inputs: Mapping[str, object], ordinal: int) -> Times:
     """Return the scheduler's time; the call's index if the inputs have no timestep or sigma."""
     for name, value in inputs.items():
         if is_time(name, value):
@@ -300,7 +303,7 @@ def times_of(inputs: Mapping[str, Any], ordinal: int) -> Times:
     return (float(ordinal),)
 
 
-def picture_shape(inputs: Mapping[str, Any]) -> tuple[int, ...]:
+def picture_shape(inputs: Mapping[str, object]) -> tuple[int, ...]:
     """Return the shape of the first tensor of three or more dimensions.
 
     A call of another shape (guidance that ends mid-run) can't read this one's recording.
@@ -309,7 +312,7 @@ def picture_shape(inputs: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(next(found, torch.empty(0)).shape)
 
 
-def same_step(cache: StepCache, inputs: Mapping[str, Any]) -> bool:
+def same_step(cache: StepCache, inputs: Mapping[str, object]) -> bool:
     """Whether the recording was made at the timestep of the inputs."""
     for name, recorded_at in cache.step.items():
         value = inputs.get(name)

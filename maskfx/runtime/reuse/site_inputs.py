@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from maskfx.ir.grids import Floats
 from maskfx.ops import wide
 from maskfx.runtime.devices import moved
-from maskfx.runtime.reuse.judges import Bools, Floats
+from maskfx.runtime.reuse.judges import Bools
 from maskfx.runtime.sites.patches import PatchGrid
 
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from maskfx.ir.grids import Floats
 from maskfx.runtime.sites.mask import Mask
-
-Floats = NDArray[np.floating[Any]]
 
 
 class StretchChoice(Protocol):

@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pydantic import BaseModel
 from python_multipart.exceptions import FormParserError
@@ -149,11 +149,13 @@ async def read_form(request: Request, form: type[F], kinds: Sequence[str], limit
         given = await _parts(request.stream(), boundary, form, limits)
     else:
         given = await _members(request.stream(), form, limits)
-    found: F = await _in_thread(_form, given, form)
-    return found
+    return await _in_thread(_form, given, form)
 
 
-Given = list[tuple[str, Any]]
+Given = list[tuple[str, object]]
+In = TypeVar("In", bound=bytearray | list[tuple[str, object]])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 async def _parts(
@@ -179,7 +181,7 @@ async def _members(chunks: AsyncIterable[bytes], form: type[BaseModel], limits: 
         # json.loads of this many values holds the GIL and would delay all other requests
         raise ApiError("too_many_fields", "The body has too many values.", param="body")
     pairs = await _in_thread(_pairs, body)
-    given: Given = [(_field(name, form), value) for name, value in pairs]
+    given = [(_field(name, form), value) for name, value in pairs]
     if len(given) > limits.fields:
         raise ApiError(
             "too_many_fields", f"The body has more than {limits.fields} fields.", param=given[-1][0]
@@ -203,7 +205,7 @@ def _pairs(body: bytearray) -> Given:
     return list(value)
 
 
-class _Pairs(list[tuple[str, Any]]):
+class _Pairs(list[tuple[str, object]]):
     """A JSON object as a list of pairs, in order and with repeated names."""
 
 
@@ -232,12 +234,14 @@ def _form(given: Given, form: type[F]) -> F:
     return validated(form, values)
 
 
-async def _in_thread(work: Any, first: Any, *rest: Any) -> Any:
+async def _in_thread(
+    work: Callable[Concatenate[In, P], R], first: In, *rest: P.args, **named: P.kwargs
+) -> R:
     """Call `work`, in a thread if its input is large, so that the event loop isn't blocked."""
     size = len(first) if isinstance(first, bytearray) else sum(_length(raw) for _, raw in first)
     if size < LARGE:
-        return work(first, *rest)
-    return await asyncio.to_thread(work, first, *rest)
+        return work(first, *rest, **named)
+    return await asyncio.to_thread(work, first, *rest, **named)
 
 
 def _length(raw: object) -> int:

@@ -282,7 +282,7 @@ def is_upload(field: FieldInfo) -> bool:
     return any(isinstance(mark, Upload) for mark in field.metadata)
 
 
-def read(value: Any, kind: Any) -> Any:
+def read(value: Any, kind: object) -> object:
     """Read a value from a form's bytes, or from JSON, where a whole float is an integer."""
     if kind == list[bytes]:
         return [read(one, bytes) for one in value]
@@ -302,7 +302,7 @@ def read(value: Any, kind: Any) -> Any:
     return value
 
 
-def to_bytes(value: Any) -> Any:
+def to_bytes(value: object) -> object:
     return bytes(value) if isinstance(value, bytearray) else value
 
 

@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -40,7 +39,7 @@ class InPieces(Response):
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-Said = dict[str, Any]
+Said = dict[str, object]
 
 
 async def whole(frontend: Frontend, codecs: Codecs, order: Order) -> bytes:

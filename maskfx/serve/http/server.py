@@ -98,7 +98,7 @@ class Lingering(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return self._transport.get_write_buffer_size()
 
-    def get_extra_info(self, name: str, default: object = None) -> Any:
+    def get_extra_info(self, name: str, default: object = None) -> object:
         return self._transport.get_extra_info(name, default)
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:

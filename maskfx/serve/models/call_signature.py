@@ -18,7 +18,7 @@ from maskfx.serve.request import Parameter, Request, parameters_of
 GUIDANCE = ("guidance_scale", "true_cfg_scale")
 CALLBACK = "callback_on_step_end"
 TENSORS = "callback_on_step_end_tensor_inputs"
-NOTHING: Mapping[str, Any] = {}
+NOTHING: Mapping[str, object] = {}
 # Arguments that the server sets on each call; a model's folder can't set them.
 OURS = frozenset(
     {
@@ -34,7 +34,7 @@ OURS = frozenset(
 class CallSignature:
     """The arguments of a pipeline's call, with the model's defaults, else those of the class."""
 
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, object]
     told: Mapping[str, Any] = field(default_factory=dict)  # values from the model's folder
     usual: Mapping[str, Any] = field(default_factory=dict)  # defaults of the pipeline class
 
@@ -129,7 +129,7 @@ class CallSignature:
         return found
 
 
-def arguments_in(request: Request) -> Iterator[tuple[Parameter, Any]]:
+def arguments_in(request: Request) -> Iterator[tuple[Parameter, object]]:
     """Yield the parameters of a pipeline's call that the request sets, and their values."""
     for name, parameter in parameters_of(type(request)).items():
         value = getattr(request, name)

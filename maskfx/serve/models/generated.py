@@ -28,7 +28,7 @@ class GeneratedPictures:
         self._arguments: LruCache[str, str] = LruCache(KNOWN)  # digests by template
         self._lock = threading.Lock()
 
-    def recording(self, family: PipelineSet) -> dict[str, Any]:
+    def recording(self, family: PipelineSet) -> dict[str, object]:
         """Return the options with which a generation is recorded; none if no edit would read it."""
         if not edits_by_generator(family):
             return {}
@@ -73,7 +73,7 @@ def edits_by_generator(family: PipelineSet) -> bool:
     )
 
 
-def key_of(generator: PipelineMember, arguments: Mapping[str, Any]) -> str:
+def key_of(generator: PipelineMember, arguments: Mapping[str, object]) -> str:
     """Return what a recording with these arguments depends on, apart from the pipeline."""
     state, own = pipeline_state_of(generator.pipe), dict(arguments)
     loras = own.pop("lora", None)

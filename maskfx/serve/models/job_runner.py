@@ -15,6 +15,7 @@ from PIL import Image
 
 from maskfx.engine.engine import Engine
 from maskfx.engine.ticket import Ticket
+from maskfx.pipelines.callbacks import reads_only
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.quality import Quality
 from maskfx.serve.errors import ApiError
@@ -235,6 +236,7 @@ class JobRunner:
     def _listener(self, state: JobState, canvas: Canvas) -> Callable[..., dict[str, Any]]:
         job = state.job
 
+        @reads_only
         def stepped(
             pipe: object, index: int, time: object, tensors: dict[str, Any]
         ) -> dict[str, Any]:
@@ -275,7 +277,7 @@ def unsupported(param: str, message: str) -> ApiError:
     return ApiError("unsupported_parameter", message, param=param)
 
 
-def whole_quality(member: PipelineMember) -> dict[str, Any]:
+def whole_quality(member: PipelineMember) -> dict[str, object]:
     """Return the options of a whole picture: its patches may be reused, no step is extrapolated."""
     quality = pipeline_state_of(member.pipe).quality
     return {} if quality.patches is None else {"quality": replace(quality, every=1)}

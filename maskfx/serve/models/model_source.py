@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from maskfx import shipped
 from maskfx.errors import InputError
 from maskfx.ir import progress
 from maskfx.pipelines.call_defaults import call_of
+from maskfx.pipelines.pipeline import Pipeline
 
 LIBRARIES = ("diffusers", "transformers")
 PICKLED = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
@@ -66,7 +68,7 @@ def load_pipeline(
     return pipe.to(device)
 
 
-def load_controlnet(name: str, model: Path | str, dtype: torch.dtype) -> Any:
+def load_controlnet(name: str, model: Path | str, dtype: torch.dtype) -> nn.Module:
     """Load a ControlNet of whatever class its config names.
 
     Args:
@@ -88,12 +90,13 @@ def load_controlnet(name: str, model: Path | str, dtype: torch.dtype) -> Any:
     load: Any = diffusers.AutoModel.from_pretrained
     try:
         with library_bars(progress.shows()):
-            return load(
+            net: nn.Module = load(
                 str(where),
                 torch_dtype=dtype,
                 use_safetensors=True,
                 local_files_only=isinstance(where, Path),
             )
+            return net
     except (OSError, ValueError) as error:
         raise InputError(
             f"controlnets: {name!r} can't be loaded: {error}; expected the folder of a ControlNet "
@@ -101,7 +104,7 @@ def load_controlnet(name: str, model: Path | str, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def with_controlnets(pipe: Any, nets: Sequence[Any]) -> Any:
+def with_controlnets(pipe: Pipeline, nets: Sequence[nn.Module]) -> Any:
     """Return the pipeline of diffusers' class for its task with ControlNets, over its parts."""
     import diffusers
 
@@ -154,7 +157,7 @@ def import_notices_hidden() -> Iterator[None]:
         log.setLevel(level)
 
 
-def exported_denoisers(folder: Path) -> dict[str, Any]:
+def exported_denoisers(folder: Path) -> dict[str, object]:
     """Return the denoisers that are exported graphs, by component name."""
     from maskfx.export.shell import exported_parts, load_shell
 
@@ -227,7 +230,7 @@ def check_folder(folder: Path) -> None:
             )
 
 
-def index_of(folder: Path) -> dict[str, Any]:
+def index_of(folder: Path) -> dict[str, object]:
     path = folder / "model_index.json"
     try:
         index = json.loads(path.read_text(encoding="utf-8"))

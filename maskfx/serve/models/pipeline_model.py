@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import maskfx
-from maskfx.engine.engine import Engine
+from maskfx.engine.engine import REMEMBER, Engine
 from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.engine.placement import Placement
 from maskfx.engine.step_runner import Step
 from maskfx.errors import Cancelled, InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.masks import margin_sites
+from maskfx.pipelines.pipeline import Pipeline
 from maskfx.runtime.cpu_threads import give_back
 from maskfx.runtime.lora.files import SUFFIX
 from maskfx.serve.config import ServeSettings
@@ -61,7 +62,7 @@ DISK_LOOK = 5.0  # seconds for which the measured disk usage is reused
 class PipelineModel:
     """Runs many jobs concurrently on one pipeline; see `maskfx.serve.models.model.Model`."""
 
-    def __init__(self, settings: ServeSettings, tell: Tell, pipe: object = None) -> None:
+    def __init__(self, settings: ServeSettings, tell: Tell, pipe: Pipeline | None = None) -> None:
         """Load the model that the settings name and warm it up.
 
         Args:
@@ -110,18 +111,19 @@ class PipelineModel:
         self._warm = True
         self.runner = JobRunner(family, self.engine, warmth, tell)
 
-    def _engine(self, outside: Placement | None, **more: Any) -> Engine:
+    def _engine(self, outside: Placement | None, remember: int = REMEMBER) -> Engine:
         count = self.settings.max_num_seqs
         policy = maskfx.BatchPolicy(batch=count)
-        if self.settings.ranks > 1:
-            more |= {"ranks": self.settings.ranks, "rounds": ElasticRounds()}
+        ranks = self.settings.ranks
         return maskfx.Engine(
             policy,
             running=count,
             outside=outside,
             own_process=self.own_process,
             told=self._stepped,
-            **more,
+            remember=remember,
+            ranks=ranks,
+            rounds=ElasticRounds() if ranks > 1 else None,
         )
 
     def _helper_pays(self, family: PipelineSet, programs: Path | None) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import lcm
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -21,6 +21,7 @@ import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines.call_defaults import NAME as CALLFILE
 from maskfx.pipelines.compile import pipeline_state_of, share_denoisers
+from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.stand_in import find_denoisers
 from maskfx.pipelines.template_library import TemplateLibrary
@@ -36,11 +37,19 @@ UNSAID = 32  # default of `sample_size` in diffusers' autoencoder classes
 Compile = Callable[[Any], Any]
 
 
+class AutoPipeline(Protocol):
+    """One of diffusers' tables of pipeline classes, `AutoPipelineForInpainting` for example."""
+
+    __name__: str
+
+    def from_pipe(self, pipeline: Pipeline) -> Any: ...
+
+
 @dataclass
 class PipelineMember:
     """One pipeline: the original and the compiled one."""
 
-    plain: Any
+    plain: Pipeline
     pipe: Any
     told: Mapping[str, Any] = field(default_factory=dict)  # call arguments from the model's folder
     signature: CallSignature = field(init=False)
@@ -49,7 +58,7 @@ class PipelineMember:
         self.signature = CallSignature.of(self.plain, self.told)
 
     @classmethod
-    def of(cls, pipe: object, compiled: Compile, told: Mapping[str, Any]) -> PipelineMember:
+    def of(cls, pipe: Pipeline, compiled: Compile, told: Mapping[str, Any]) -> PipelineMember:
         made = cls(copy.copy(pipe), compiled(pipe), told)
         pipeline_state_of(made.pipe).usual = told
         return made
@@ -66,7 +75,9 @@ class PipelineSet:
     generator: PipelineMember | None
 
     @classmethod
-    def of(cls, pipe: object, compiled: Compile, told: Mapping[str, Any] = NOTHING) -> PipelineSet:
+    def of(
+        cls, pipe: Pipeline, compiled: Compile, told: Mapping[str, Any] = NOTHING
+    ) -> PipelineSet:
         """Build the set from a loaded pipeline and its diffusers classes for the other tasks.
 
         Args:
@@ -81,7 +92,11 @@ class PipelineSet:
 
     @classmethod
     def made(
-        cls, edits: object, generates: object, compiled: Compile, told: Mapping[str, Any]
+        cls,
+        edits: Pipeline | None,
+        generates: Pipeline | None,
+        compiled: Compile,
+        told: Mapping[str, Any],
     ) -> PipelineSet:
         editor = None if edits is None else PipelineMember.of(edits, compiled, told)
         generator = editor if generates is edits else None
@@ -91,7 +106,7 @@ class PipelineSet:
                 share_denoisers(editor.pipe, generator.pipe)
         return cls(editor, generator)
 
-    def check_told(self, told: Mapping[str, Any]) -> None:
+    def check_told(self, told: Mapping[str, object]) -> None:
         """Raise InputError if `call.json` sets an argument that can't take effect."""
         for name in told:
             kinds = " and ".join(
@@ -146,7 +161,7 @@ def compiling(
     )
 
 
-def roles_of(pipe: object) -> tuple[Any, Any]:
+def roles_of(pipe: Pipeline) -> tuple[Pipeline | None, Pipeline | None]:
     """Return the pipeline that edits and the one that may generate without an image.
 
     Warm-up tests whether the second one works: an image argument that is optional by signature may
@@ -169,17 +184,18 @@ def roles_of(pipe: object) -> tuple[Any, Any]:
     return edits, generates
 
 
-def twin(table: Any, pipe: Any) -> Any:
+def twin(table: AutoPipeline, pipe: Pipeline) -> Pipeline | None:
     """Return the pipeline of an AutoPipeline table over the same modules; None if there is none."""
     try:
-        made = table.from_pipe(pipe)
+        made: Any = table.from_pipe(pipe)
     except Exception as error:  # the type depends on the pipeline class
         log.info(
             "%s: %s has no matching pipeline class: %s", type(pipe).__name__, table.__name__, error
         )
         return None
     made.set_progress_bar_config(disable=True)
-    return made
+    twin: Pipeline = made
+    return twin
 
 
 # Sizes.
@@ -195,7 +211,7 @@ def multiple_of(pipe: object) -> int:
     return lcm(*steps)
 
 
-def side_of(pipe: object) -> int:
+def side_of(pipe: Pipeline) -> int:
     """Return the default image side in pixels, from the pipeline's or the denoiser's config.
 
     If no denoiser config has a size, the pipeline's value is only a class default; then a smaller
@@ -218,6 +234,6 @@ def autoencoders_side(pipe: object) -> int:
     return side if isinstance(side, int) and side > UNSAID else 0
 
 
-def denoisers_of(pipe: Any) -> list[nn.Module]:
+def denoisers_of(pipe: Pipeline) -> list[nn.Module]:
     """Return the denoisers of a pipeline."""
     return list(find_denoisers(pipe.components).values())

@@ -8,6 +8,7 @@ small runs that the preview map is fitted to.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +139,7 @@ def arguments_of(member: PipelineMember, canvas: Canvas, steps: int = STEPS) -> 
     return given
 
 
-def hearing(seen: list[Tensor]) -> Any:
+def hearing(seen: list[Tensor]) -> Callable[..., dict[str, Any]]:
     """Return a step callback that appends a copy of each step's latents to `seen`."""
 
     def stepped(pipe: object, index: int, time: object, tensors: dict[str, Any]) -> dict[str, Any]:

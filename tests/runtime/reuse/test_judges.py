@@ -86,6 +86,8 @@ def test_a_saved_judge_is_read_again(tmp_path: Path) -> None:
     (tmp_path / "other.npz").write_bytes(b"nothing")
     with pytest.raises(InputError, match="train it again"):
         load_judge(tmp_path / "other.npz")
+    with pytest.raises(InputError, match="judge=5: give a file"):
+        PatchReuse(judge=5)  # type: ignore[arg-type]
 
 
 def test_samples_say_whether_a_continued_output_is_wrong() -> None:

@@ -208,6 +208,7 @@ def test_inputs_are_compared_with_those_that_a_stretch_last_read(name: str) -> N
     """The first stretch computes all and the others nothing, so each step is further from those."""
     run = run_of(name, lambda f: (always if f.stretch == 1 else never)(f))
     judge = run.session.settings.judge
+    assert isinstance(judge, Chosen)
     run.step()
     run.step()
     _, read = run.denoiser.record(**run.asked)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -54,5 +53,5 @@ async def answer(
     return InPieces(body, media_type=JSON)
 
 
-async def _made(order: Callable[[], Awaitable[Any]]) -> Any:
+async def _made(order: Callable[[], Awaitable[Order]]) -> Order:
     return await order()
