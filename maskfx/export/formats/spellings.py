@@ -45,10 +45,10 @@ def drop_idle_squeezes(graph: fx.Graph) -> None:
 
 def spell_casts(graph: fx.Graph) -> None:
     """Spell casts as the translation to ONNX knows them without a decomposition."""
-    for node in graph.find_nodes(op="call_function", target=aten.to.dtype):
-        node.target = aten._to_copy.default
-        node.kwargs = {"dtype": node.args[1] if len(node.args) > 1 else node.kwargs["dtype"]}
-        node.args = node.args[:1]
+    for target in (aten.to.dtype, aten.to.dtype_layout):
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.target, node.args = aten._to_copy.default, node.args[:1]
+            node.kwargs = {"dtype": node.meta["val"].dtype}
 
 
 def spell_attention(module: fx.GraphModule) -> None:
