@@ -254,7 +254,8 @@ def export(
         bool, typer.Option("--operators", help="Keep maskfx's operators; for aoti and pt2.")
     ] = False,
     opset: Annotated[int | None, given("Of ONNX.")] = None,
-    verify: Annotated[bool, typer.Option(help="Compare each graph with the denoiser.")] = True,
+    verify: Annotated[bool | None, given("Compare each graph, if feasible.")] = None,
+    compare: Annotated[bool, typer.Option(help="Run the model, and compare with it.")] = True,
     profile: Annotated[
         list[str] | None,
         given("Of engines: a range of sizes, such as rows=64:1024:4096; may be repeated."),
@@ -266,13 +267,12 @@ def export(
 ) -> int:
     """Write a model's denoisers as graphs for other runtimes, with its other parts."""
     from maskfx.cli.export_model import export_model, part_of
-    from maskfx.export.exporter import Options
+    from maskfx.export.options import Options
 
     part = part_of(mode, part)
-    options = Options(format, part, operators, opset, verify, tuple(profile or ()), layout)
-    return export_model(
-        settled({"model": model, "dtype": dtype}, more, config).settings, out, options
-    )
+    options = Options(format, part, operators, opset, verify, tuple(profile or ()), layout, compare)
+    settings = settled({"model": model, "dtype": dtype}, more, config).settings
+    return export_model(settings, out, options, dtype)
 
 
 @app.command("train-judge")

@@ -85,10 +85,20 @@ def canvas_of(family: PipelineSet, size: tuple[int, int], ratio: float) -> Canva
     return Canvas(scene(1, size), mask, family.multiple)
 
 
+def call_arguments(member: PipelineMember, canvas: Canvas, steps: int) -> dict[str, Any]:
+    """Return the arguments of a call of the original pipeline, with the canvas where it has one."""
+    given = arguments_of(member, canvas, steps)
+    if member.signature.has("image"):
+        given["image"] = canvas.image()
+    if member.signature.has("mask_image"):
+        given["mask_image"] = canvas.mask_image()
+    return given
+
+
 def edited(editor: PipelineMember, canvas: Canvas, steps: int, dense: bool) -> Any:
     """Run one edit, by the original pipeline (`dense`) or by the compiled one."""
-    given = arguments_of(editor, canvas, steps) | {"image": canvas.image()}
-    if not dense or editor.signature.has("mask_image"):
+    given = call_arguments(editor, canvas, steps)
+    if not dense:
         given["mask_image"] = canvas.mask_image()
     with torch.no_grad():
         pipe = editor.plain if dense else editor.pipe

@@ -52,6 +52,7 @@ def compile_capture(
     keep: Callable[[str, fx.Graph], None] | None = None,
     plans: bool = False,
     stretches: bool = False,
+    layouts: bool = True,
 ) -> Compilation:
     """Run the passes; mark each node that no rule narrows to run dense, and run them again.
 
@@ -60,6 +61,7 @@ def compile_capture(
         passes: the passes in order.
         keep: called with name and graph after each pass that rewrote something.
         plans, stretches: see `maskfx.config.Settings`.
+        layouts: see `PassContext`.
     """
     start = time.perf_counter()
     if capture.module is None:
@@ -74,6 +76,7 @@ def compile_capture(
             dense=dict(reasons),
             plans=plans,
             stretches=stretches,
+            layouts=layouts,
         )
         try:
             records = run_passes(module.graph, ctx, passes, keep)

@@ -28,6 +28,7 @@ def describe(
     denoiser: str,
     weights: str,
     versions: Mapping[str, str] | None = None,
+    not_compared: Mapping[str, str] | None = None,
 ) -> Item:
     """Return the manifest of a compiled denoiser, checked.
 
@@ -37,6 +38,7 @@ def describe(
         denoiser: the name of the denoiser's class.
         weights: the fingerprint of its weights, which recorded steps carry.
         versions: of the exporter's packages, beside maskfx and torch.
+        not_compared: what wasn't compared with the denoiser ("capture", "graphs"), and why.
     """
     capture, program = compilation.capture, compilation.program
     interface = Interface(capture.pyramid) if program is None else program.interface
@@ -57,6 +59,7 @@ def describe(
         "denoiser": denoiser,
         "versions": {"maskfx": version("maskfx"), "torch": str(torch.__version__)}
         | dict(versions or {}),
+        "not_compared": dict(not_compared or {}),
         "code": "" if program is None else program.code,
         "weights": weights,
         "dtype": latent["dtype"],

@@ -61,6 +61,8 @@ class PassContext:
         choices: by segment, the sites that experts choose.
         plans, stretches: see `maskfx.config.Settings`.
         keys_by_rank: in a graph that is split over ranks, each rank reads its share of cached keys.
+        layouts: whether weights in another layout are computed; without, they have shapes alone,
+            for graphs that are written and not run.
     """
 
     interface: Interface
@@ -71,6 +73,7 @@ class PassContext:
     plans: bool = False
     stretches: bool = False
     keys_by_rank: bool = False
+    layouts: bool = True
 
     @property
     def pyramid(self) -> Pyramid:
@@ -235,6 +238,8 @@ class Editor:
         assert module is not None
         if not hasattr(module, name):
             weight = get_attribute(module, str(origin.target))
+            if not self.ctx.layouts:
+                weight = torch.empty_like(weight, device="meta")
             module.register_buffer(name, derive(weight, order, shape), persistent=False)
             self.ctx.interface.derived.append(Derived(name, str(origin.target), order, shape))
         with self.graph.inserting_before(self.node):

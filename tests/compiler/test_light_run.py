@@ -55,7 +55,7 @@ def computed(module: nn.Module, sample: Tensor) -> tuple[Tensor, list[str]]:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             found = super().__torch_dispatch__(func, types, args, kwargs)
-            if not any(map(self._is_left_out, tensors_in(found))):
+            if not any(map(self.is_left_out, tensors_in(found))):
                 seen.append(func.__name__)
             return found
 

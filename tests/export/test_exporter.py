@@ -15,7 +15,7 @@ from torch import Tensor
 import maskfx
 from maskfx.cli import main as cli
 from maskfx.cli.export_model import part_of
-from maskfx.export import exporter
+from maskfx.export import write_denoiser
 from maskfx.export.denoiser import ExportedDenoiser
 from maskfx.export.exporter import export
 from maskfx.export.formats import package
@@ -117,11 +117,11 @@ def program_nodes(path: Path) -> list[torch.fx.Node]:
 
 
 def test_the_weights_of_all_graphs_in_onnx_are_written_once(written: Export) -> None:
-    from maskfx.export.formats import onnx
+    from maskfx.export.formats import onnx, weight_data
 
     folder = written("onnx")
     large = [w.nbytes for w in tiny().parameters() if w.nbytes >= onnx.SMALL]
-    padding = (len(large) + 8) * onnx.ALIGNED  # 8: tables of the graphs
+    padding = (len(large) + 8) * weight_data.ALIGNED  # 8: tables of the graphs
     assert 0 < sum(large) <= (folder / onnx.WEIGHTS).stat().st_size < sum(large) + padding
 
 
@@ -193,7 +193,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         path.write_bytes(b"half of it")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(exporter, "write_program", full)
+    monkeypatch.setattr(write_denoiser, "write_program", full)
     with pytest.raises(maskfx.InputError, match="no room left"):
         export(tiny(), tmp_path / "x", format="pt2", example_inputs=arguments())
     assert list(tmp_path.iterdir()) == []
@@ -210,7 +210,7 @@ def test_graphs_that_compute_something_else_are_not_written(
                 program.state_dict[name] = torch.nn.Parameter(weight + 1, requires_grad=False)
         real(program, path)
 
-    monkeypatch.setattr(exporter, "write_program", other)
+    monkeypatch.setattr(write_denoiser, "write_program", other)
     with pytest.raises(maskfx.CompileError, match="computes something else than the denoiser"):
         export(tiny(), tmp_path / "x", format="pt2", example_inputs=arguments())
     assert list(tmp_path.iterdir()) == []

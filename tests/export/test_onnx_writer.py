@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 
 from maskfx.export.formats import onnx as formats
 from tests.passes.tools import error
@@ -49,3 +49,63 @@ def test_weights_behind_2_gigabytes_are_found(tmp_path: Path) -> None:
     assert (tmp_path / formats.WEIGHTS).stat().st_size > 2**31 + module.weight.nbytes
     [found] = runtime.InferenceSession(str(path)).run(None, {"input": x.numpy()})
     assert error(torch.from_numpy(found), module(x)) < 1e-5
+
+
+class Splitting(nn.Module):
+    """Splits into parts whose sizes are known or not."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first, second, last = x.split([2, x.shape[1] - 5, 3], 1)
+        return first, second * 2.0, last, *x.split([1, 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_splits_are_slices(tmp_path: Path, dtype: torch.dtype) -> None:
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    x = torch.randn(4, 9)
+    program = torch.export.export(Splitting(), (x.to(dtype),), dynamic_shapes=({1: Dim.AUTO},))
+    path = tmp_path / "x.onnx"
+    formats.OnnxWriter(tmp_path).write(program, {path: list("abcde")})
+    assert not {"SplitToSequence", "SequenceAt"} & {n.op_type for n in onnx.load(path).graph.node}
+    if dtype is torch.float32:
+        x = torch.randn(4, 13)
+        found = runtime.InferenceSession(str(path)).run(None, {"x": x.numpy()})
+        for a, b in zip(found, Splitting()(x), strict=True):
+            assert torch.equal(torch.from_numpy(a), b)
+
+
+class Mixing(nn.Module):
+    """Computes with numbers of several types, which ONNX wants to be cast."""
+
+    def forward(self, x: Tensor, n: Tensor) -> tuple[Tensor, ...]:
+        return x + n, x * 2 + 1, n / 2, x > n, x.double() * n - x, torch.outer(x[0], n[0] + 0.5)
+
+
+def test_casts_between_types_are_written(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    x, n = torch.randn(3, 5), torch.arange(15).view(3, 5)
+    program = torch.export.export(Mixing(), (x, n), dynamic_shapes=({0: Dim.AUTO}, {0: Dim.AUTO}))
+    path = tmp_path / "x.onnx"
+    formats.OnnxWriter(tmp_path).write(program, {path: list("abcdef")})
+    found = runtime.InferenceSession(str(path)).run(None, {"x": x.numpy(), "n": n.numpy()})
+    for a, b in zip(found, Mixing()(x, n), strict=True):
+        assert a.dtype == b.numpy().dtype
+        assert error(torch.from_numpy(a).double(), b.double()) < 1e-6
+
+
+def test_no_operator_runs_again_and_none_is_decomposed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the graph was traced or run again")
+
+    class Outer(Splitting):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return super().forward(torch.outer(x[:, 0], x[0]))[:2]
+
+    program = torch.export.export(Outer(), (torch.randn(4, 9),))
+    monkeypatch.setattr(ExportedProgram, "run_decompositions", never)
+    monkeypatch.setattr(torch.fx.Interpreter, "call_function", never)
+    path = tmp_path / "x.onnx"
+    formats.OnnxWriter(tmp_path).write(program, {path: list("ab")})
+    assert path.exists()

@@ -50,6 +50,7 @@ def capture(
     single: bool = False,
     fixed: bool = False,
     one: bool = False,
+    compare: bool = True,
 ) -> Capture:
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
@@ -66,6 +67,7 @@ def capture(
         single: capture a batch of one sample, for calls of one sample only.
         fixed: whether no size is symbolic.
         one: capture a batch of one sample, whose operators may run on batches of any size.
+        compare: compare the graph with the module at the sizes of the inputs.
     """
     _, values, spec = roles_.flatten(inputs)
     leaves = roles_.infer(module, inputs, roles)
@@ -87,6 +89,7 @@ def capture(
         example = pytree.tree_unflatten(resize(leaves, values, call.sizes, wanted), spec)
         try:
             result = captured_at(whole, call, example, wanted, symbolic, notes)
+            result.compared = compare
         except Unexportable as error:
             notes.append(f"not exported: {error}")
             break

@@ -40,6 +40,7 @@ class Capture:
         decisions: the branch conditions of the denoiser's Python code, if it has any.
         notes: what was tried, and why it failed.
         single: whether the graph is for calls of one sample only.
+        compared: whether new sizes are compared with the module; else guards decide.
         interrupted: whether the operating system ended an attempt without a graph, as where too
             many files are open; another process may succeed.
     """
@@ -58,6 +59,7 @@ class Capture:
     decisions: Decisions | None = None
     notes: list[str] = field(default_factory=list)
     single: bool = False
+    compared: bool = True
     interrupted: bool = False
     verdicts: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
@@ -79,7 +81,7 @@ class Capture:
         numbers = [v for i, v in enumerate(values) if type(v) is int and i not in self.constants]
         key = ("checked", *sorted(sizes.items()), *numbers)
         if key not in self.verdicts:
-            if self.module is None or has_meta(module, values):
+            if self.module is None or not self.compared or has_meta(module, values):
                 return self.accepts(spec, values, sizes)
             self.verdicts[key] = self._agrees(module, values, sizes)
         return self.verdicts[key]

@@ -67,7 +67,7 @@ class LightProducts(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in CONVOLUTIONS and max(args[1].shape[2:], default=1) > 1:
             self.convolved += args[0].numel()
-        follows = any(map(self._is_left_out, tensors_in((args, kwargs))))
+        follows = any(map(self.is_left_out, tensors_in((args, kwargs))))
         written = list(written_by(func, args, kwargs))
         if any(storage_of(value) in self._owned for value in written):
             raise NotLight(f"{func} writes a tensor of the module")
@@ -88,7 +88,7 @@ class LightProducts(TorchDispatchMode):
         multiplied = given.numel() // max(1, weight.shape[inputs]) * weight.numel()
         return storage_of(weight) in self._weights and multiplied >= SMALL
 
-    def _is_left_out(self, value: Tensor) -> bool:
+    def is_left_out(self, value: Tensor) -> bool:
         """Return True for a value that wasn't computed."""
         found = self._left_out.get(storage_of(value))
         return found is not None and not found.expired()
@@ -103,7 +103,7 @@ class LightProducts(TorchDispatchMode):
         """Write nothing to values that weren't computed; other ones aren't known afterwards."""
         if len(written) != 1 or written[0] is not args[0]:
             raise NotLight(f"{func} writes several values")
-        if not self._is_left_out(args[0]):
+        if not self.is_left_out(args[0]):
             self._note(args[0])
         return args[0]
 
@@ -155,6 +155,19 @@ def convolved_elements(module: nn.Module, inputs: Mapping[str, object]) -> int:
         return 0
     elements: int = light.convolved
     return elements
+
+
+def fills_tables(module: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Return True if a call may fill tables of the module: by a light run, or for want of one."""
+    try:
+        twin = light_twin(module)
+        with torch.no_grad(), LightProducts(twin):
+            twin.module(**pytree.tree_map(copy_of, dict(inputs)))
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception:  # whatever it is, a full run raises it too, or doesn't
+        return True
+    return twin.keeps_tensors()
 
 
 def light_twin(module: nn.Module) -> Twin:

@@ -3,42 +3,53 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from torch import fx
 from torch._ops import OperatorBase
 from torch.export import ExportedProgram
 
 from maskfx.errors import CompileError, InputError
-from maskfx.export.formats.complex_numbers import spell_complex
+from maskfx.export.formats.spellings import spell
+from maskfx.export.formats.weight_data import WeightData
+from maskfx.export.part_times import PartTimes
+from maskfx.export.weight_files import WeightFiles
 from maskfx.runtime.backends.graph_files import imported
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-squeeze, unsqueeze = torch.ops.aten.squeeze.dim, torch.ops.aten.unsqueeze.default
-SQUEEZES = (squeeze, torch.ops.aten.squeeze.dims, torch.ops.aten.squeeze.default)
 OPSET = 23  # the first with attention as one operator
 OLDEST = 18
 WEIGHTS = "weights.data"
-ALIGNED = 4096  # so that runtimes can map the file
 LAYOUTS = ("Transpose", "Reshape")
 SMALL = 1024  # bytes; smaller tensors stay in the graph
 
 
 class OnnxWriter:
-    """Writes the graphs of one directory; a weight that several graphs read is written once."""
+    """Writes the graphs of one directory; a weight that several graphs read is written once.
 
-    def __init__(self, directory: Path, opset: int | None = None) -> None:
+    Args:
+        directory: where the graphs and their weights go.
+        opset: of ONNX.
+        files: where weights lie that are copied from files.
+        times: where the time of each part is added.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        opset: int | None = None,
+        files: WeightFiles | None = None,
+        times: PartTimes | None = None,
+    ) -> None:
+        self._times = PartTimes() if times is None else times
         self.directory, self.opset = directory, OPSET if opset is None else opset
         if self.opset < OLDEST:
             raise InputError(
@@ -50,7 +61,7 @@ class OnnxWriter:
         self._passes = import_module("onnx_ir.passes.common")
         imported("onnxscript")
         self._optimizer = import_module("onnxscript.optimizer")
-        self._places: dict[tuple[str, str, tuple[int, ...]], tuple[int, int]] = {}
+        self._weights = WeightData(directory / WEIGHTS, files)
 
     def write(self, program: ExportedProgram, results: Mapping[Path, Sequence[str]]) -> None:
         """Write one graph to files in the directory.
@@ -60,26 +71,26 @@ class OnnxWriter:
             results: by file, the names of the results that the graph in it returns: all of them,
                 then the first of them, fewer from file to file.
         """
-        model = self._translated(program, next(iter(results)).name)
+        with self._times.of("translation to ONNX"):
+            model = self._translated(program, next(iter(results)).name)
         for number, (path, names) in enumerate(results.items()):
             if number:
                 keep_results(model.graph, len(names))
                 self._passes.RemoveUnusedNodesPass()(model)
             else:
                 self._name_results(model.graph, names)
-                self._move_weights(model)
-            self._ir.save(model, path)
-            self._onnx.checker.check_model(str(path), full_check=True)
+                with self._times.of("weights"):
+                    self._move_weights(model)
+            with self._times.of("graphs and checker"):
+                self._ir.save(model, path)
+                self._onnx.checker.check_model(str(path), full_check=True)
 
     def _translated(self, program: ExportedProgram, name: str) -> ir.Model:
         """Return a graph as a model of onnx_ir, without what only its making needs."""
         inputs = list(program.graph_signature.user_inputs)
-        drop_idle_squeezes(program.graph_module.graph)
-        spell_attention(program.graph_module)
-        spell_complex(program)
-        spell_casts(program.graph)
+        spell(program)
         kind = type(program)
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), quiet(), known_values():
             try:
                 program.__class__ = Translatable
                 model = self._translate(program, inputs)
@@ -152,7 +163,7 @@ class OnnxWriter:
             tensor = value.const_value
             if tensor is None or tensor.nbytes < SMALL:
                 continue
-            offset, length = self._placed(tensor)
+            offset, length = self._weights.place(tensor)
             value.const_value = self._ir.ExternalTensor(
                 WEIGHTS,
                 offset,
@@ -162,18 +173,6 @@ class OnnxWriter:
                 name=value.name,
                 base_dir=self.directory,
             )
-
-    def _placed(self, tensor: ir.TensorProtocol) -> tuple[int, int]:
-        """Return where a tensor is in the file of weights; write it if it isn't there."""
-        data = tensor.tobytes()
-        key = xxhash.xxh3_128_hexdigest(data), str(tensor.dtype), tuple(tensor.shape.numpy())
-        if key not in self._places:
-            with (self.directory / WEIGHTS).open("ab") as file:
-                start = file.seek(0, os.SEEK_END)
-                file.write(b"\0" * (-start % ALIGNED))
-                self._places[key] = (file.tell(), len(data))
-                file.write(data)
-        return self._places[key]
 
 
 class Translatable(ExportedProgram):
@@ -210,6 +209,34 @@ def quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
+@contextmanager
+def known_values() -> Iterator[None]:
+    """Let the exporter's pass that inserts casts read the values that torch.export found.
+
+    It runs every operator on fake tensors, once more, to find them.
+    """
+    pass_ = import_module("torch.onnx._internal.fx.passes.type_promotion")
+    interpreter: Any = getattr(pass_, "_TypePromotionInterpreter", None)
+    if not hasattr(interpreter, "_maybe_promote_node"):  # another version of PyTorch
+        yield
+        return
+    run = interpreter.run_node
+
+    def run_known(self: Any, node: fx.Node) -> Any:
+        if node.op != "call_function" or "val" not in node.meta:
+            return run(self, node)
+        with self._set_current_node(node):
+            if rule := pass_.get_type_promotion_rule(node, self.type_promotion_table):
+                self._maybe_promote_node(node, rule)
+        return node.meta["val"]
+
+    interpreter.run_node = run_known
+    try:
+        yield
+    finally:
+        interpreter.run_node = run
+
+
 def folds(node: ir.Node) -> bool | None:
     """Return False for a weight in another layout, and None for nodes that are folded by size.
 
@@ -225,71 +252,6 @@ def keep_results(graph: ir.Graph, count: int) -> None:
     """Let a graph return only the first of its results."""
     while len(graph.outputs) > count:
         graph.outputs.pop()
-
-
-def drop_idle_squeezes(graph: fx.Graph) -> None:
-    """Remove squeezes of axes that aren't one, which do nothing in PyTorch and fail in ONNX."""
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in SQUEEZES:
-            before = node.args[0]
-            if before.meta["val"].dim() == node.meta["val"].dim():
-                node.replace_all_uses_with(before)
-                graph.erase_node(node)
-
-
-def spell_casts(graph: fx.Graph) -> None:
-    """Spell casts as the translation to ONNX knows them without a decomposition."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.to.dtype):
-        node.target = torch.ops.aten._to_copy.default
-        node.kwargs = {"dtype": node.args[1] if len(node.args) > 1 else node.kwargs["dtype"]}
-        node.args = node.args[:1]
-
-
-def spell_attention(module: fx.GraphModule) -> None:
-    """Spell attention as the translation to ONNX accepts it.
-
-    It wants four axes, a mask with all queries, and grouped heads only where queries have more
-    heads than keys.
-    """
-    graph = module.graph
-    for node in graph.find_nodes(op="call_function", target=ATTENTION):
-        q, k = (value.meta["val"] for value in node.args[:2])
-        if q.dim() == 4 and q.shape[1] == k.shape[1] and "enable_gqa" in node.kwargs:
-            node.kwargs = {n: v for n, v in node.kwargs.items() if n != "enable_gqa"}
-        widen_mask(node)
-        if q.dim() == 3:
-            with graph.inserting_before(node):
-                wide = [graph.call_function(unsqueeze, (value, 0)) for value in node.args[:3]]
-            for value, old in zip(wide, node.args, strict=False):
-                value.meta["val"] = old.meta["val"].unsqueeze(0)
-            node.args = (*wide, *node.args[3:])
-            with graph.inserting_after(node):
-                narrow = graph.call_function(squeeze, (node, 0))
-            narrow.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(narrow)
-            narrow.args = (node, 0)
-            node.meta["val"] = node.meta["val"].unsqueeze(0)
-    module.recompile()
-
-
-def widen_mask(node: fx.Node) -> None:
-    """Repeat an attention's mask for each query, if it has one row for all."""
-    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-    if not isinstance(mask, fx.Node):
-        return
-    queries = node.args[0]
-    assert isinstance(queries, fx.Node), node.format_node()
-    value, asked = mask.meta["val"], queries.meta["val"]
-    one = isinstance(value.shape[-2], int) and value.shape[-2] == 1
-    if not one or isinstance(asked.shape[-2], int) and asked.shape[-2] == 1:
-        return
-    graph, outer = node.graph, [-1] * (value.dim() - 2)
-    with graph.inserting_before(node):
-        rows = graph.call_function(torch.ops.aten.sym_size.int, (queries, asked.dim() - 2))
-        rows.meta["val"] = asked.shape[-2]
-        wide = graph.call_function(torch.ops.aten.expand.default, (mask, [*outer, rows, -1]))
-        wide.meta["val"] = value.expand([*outer, asked.shape[-2], -1])
-    node.replace_input_with(mask, wide)
 
 
 def first_line(error: BaseException) -> str:

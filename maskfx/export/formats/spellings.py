@@ -1,0 +1,148 @@
+"""Spells operators of an exported graph as the translation to ONNX knows them.
+
+An operator that it doesn't know is decomposed with all others, which traces the graph again.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from maskfx.export.formats.complex_numbers import spell_complex
+
+aten = torch.ops.aten
+ATTENTION = aten.scaled_dot_product_attention.default
+squeeze, unsqueeze = aten.squeeze.dim, aten.unsqueeze.default
+SQUEEZES = (squeeze, aten.squeeze.dims, aten.squeeze.default)
+
+Number = int | fx.Node  # a size: known, or a node that computes it
+
+
+def spell(program: ExportedProgram) -> None:
+    """Change a program's graph in place; it computes the same."""
+    graph = program.graph_module.graph
+    drop_idle_squeezes(graph)
+    spell_attention(program.graph_module)
+    spell_complex(program)
+    spell_casts(graph)
+    spell_outer_products(graph)
+    spell_splits(graph)
+
+
+def drop_idle_squeezes(graph: fx.Graph) -> None:
+    """Remove squeezes of axes that aren't one, which do nothing in PyTorch and fail in ONNX."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in SQUEEZES:
+            before = node.args[0]
+            if before.meta["val"].dim() == node.meta["val"].dim():
+                node.replace_all_uses_with(before)
+                graph.erase_node(node)
+
+
+def spell_casts(graph: fx.Graph) -> None:
+    """Spell casts as the translation to ONNX knows them without a decomposition."""
+    for target in (aten.to.dtype, aten.to.dtype_layout):
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.target, node.args = aten._to_copy.default, node.args[:1]
+            node.kwargs = {"dtype": node.meta["val"].dtype}
+
+
+def spell_attention(module: fx.GraphModule) -> None:
+    """Spell attention as the translation to ONNX accepts it.
+
+    It wants four axes, a mask with all queries, and grouped heads only where queries have more
+    heads than keys.
+    """
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=ATTENTION):
+        q, k = (value.meta["val"] for value in node.args[:2])
+        if q.dim() == 4 and q.shape[1] == k.shape[1] and "enable_gqa" in node.kwargs:
+            node.kwargs = {n: v for n, v in node.kwargs.items() if n != "enable_gqa"}
+        widen_mask(node)
+        if q.dim() == 3:
+            with graph.inserting_before(node):
+                wide = [graph.call_function(unsqueeze, (value, 0)) for value in node.args[:3]]
+            for value, old in zip(wide, node.args, strict=False):
+                value.meta["val"] = old.meta["val"].unsqueeze(0)
+            node.args = (*wide, *node.args[3:])
+            with graph.inserting_after(node):
+                narrow = graph.call_function(squeeze, (node, 0))
+            narrow.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(narrow)
+            narrow.args = (node, 0)
+            node.meta["val"] = node.meta["val"].unsqueeze(0)
+    module.recompile()
+
+
+def widen_mask(node: fx.Node) -> None:
+    """Repeat an attention's mask for each query, if it has one row for all."""
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    if not isinstance(mask, fx.Node):
+        return
+    queries: Any = node.args[0]
+    value, asked = mask.meta["val"], queries.meta["val"]
+    one = isinstance(value.shape[-2], int) and value.shape[-2] == 1
+    if not one or isinstance(asked.shape[-2], int) and asked.shape[-2] == 1:
+        return
+    graph, outer = node.graph, [-1] * (value.dim() - 2)
+    with graph.inserting_before(node):
+        rows = graph.call_function(aten.sym_size.int, (queries, asked.dim() - 2))
+        rows.meta["val"] = asked.shape[-2]
+        wide = graph.call_function(aten.expand.default, (mask, [*outer, rows, -1]))
+        wide.meta["val"] = value.expand([*outer, asked.shape[-2], -1])
+    node.replace_input_with(mask, wide)
+
+
+def spell_outer_products(graph: fx.Graph) -> None:
+    """Spell outer products of vectors as products of a column and a row."""
+    for node in graph.find_nodes(op="call_function", target=aten.outer.default):
+        column: Any = node.args[0]
+        with graph.inserting_before(node):
+            made = graph.call_function(unsqueeze, (column, 1))
+        made.meta["val"] = column.meta["val"].unsqueeze(1)
+        node.target, node.args = aten.mul.Tensor, (made, node.args[1])
+
+
+def spell_splits(graph: fx.Graph) -> None:
+    """Replace each part of a split by a slice.
+
+    Before  parts = split_with_sizes(x, [2, n], 1); a = parts[0]; b = parts[1]
+    After   a = slice(x, 1, 0, 2); b = slice(x, 1, 2, 2 + n)
+    Keeps   a split whose parts are passed on together.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.split_with_sizes.default):
+        if all(user.target is operator.getitem for user in node.users):
+            spell_split(graph, node)
+
+
+def spell_split(graph: fx.Graph, node: fx.Node) -> None:
+    value, sizes, axis = *node.args, *([0] if len(node.args) < 3 else [])
+    bounds: list[Number] = [0]
+    with graph.inserting_before(node):
+        for size in sizes:  # type: ignore[union-attr]
+            bounds.append(added(graph, bounds[-1], size))
+    for part in list(node.users):
+        number: Any = part.args[1]
+        with graph.inserting_before(part):
+            place = (value, axis, bounds[number], bounds[number + 1])
+            made = graph.call_function(aten.slice.Tensor, place)
+        made.meta = dict(part.meta)
+        part.replace_all_uses_with(made)
+        graph.erase_node(part)
+    graph.erase_node(node)
+
+
+def added(graph: fx.Graph, one: Number, other: Number) -> Number:
+    """Return the sum of two sizes."""
+    if isinstance(one, int) and isinstance(other, int):
+        return one + other
+    if one == 0:
+        return other
+    made = graph.call_function(operator.add, (one, other))
+    numbers = (n.meta["val"] if isinstance(n, fx.Node) else n for n in (one, other))
+    made.meta["val"] = operator.add(*numbers)
+    return made
