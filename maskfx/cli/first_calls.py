@@ -130,7 +130,7 @@ def class_in(folder: Path, name: str) -> type[nn.Module] | None:
 
 def without_weights(folder: Path, name: str) -> nn.Module:
     """Return a part of the pipeline whose weights are on the meta device; its tables have data."""
-    from accelerate import init_empty_weights
+    from accelerate import init_empty_weights  # type: ignore[import-untyped,unused-ignore]
 
     kind: Any = class_in(folder, name)
     with init_empty_weights():

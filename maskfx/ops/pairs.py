@@ -6,19 +6,20 @@ A score is a product of a query and a key. The function is a chain of elementwis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
 from maskfx.ops.attention import attend_flops, ragged_flops
 from maskfx.ops.base import define, join, pieces, ranges
 
 _aten = torch.ops.aten
-STEPS: dict[str, Callable[..., Any]] = {  # by name of the operator, of one tensor and a number
+STEPS: dict[str, OpOverload[..., Any]] = {  # by name of the operator, of one tensor and a number
     "mul": _aten.mul.Scalar,
     "div": _aten.div.Scalar,
     "add": _aten.add.Scalar,
@@ -43,7 +44,7 @@ STEPS: dict[str, Callable[..., Any]] = {  # by name of the operator, of one tens
 
 
 @lru_cache(maxsize=256)
-def read_steps(steps: str) -> tuple[tuple[Callable[..., Any], tuple[float, ...]], ...]:
+def read_steps(steps: str) -> tuple[tuple[OpOverload[..., Any], tuple[float, ...]], ...]:
     """Return the operators of a chain, each with its numbers."""
     found = []
     for step in filter(None, steps.split(", ")):

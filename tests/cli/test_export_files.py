@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import maskfx
-from maskfx.cli import first_calls as calls_
 from maskfx.cli import main as cli
 from maskfx.cli.first_calls import first_calls
+from maskfx.cli.try_model import call_arguments
 from maskfx.export.manifest import read_manifest
+from maskfx.serve.models.canvas import Canvas
 from maskfx.serve.models.model_source import load_pipeline
+from maskfx.serve.models.pipeline_set import PipelineSet
 from tests.export.test_pipeline import edited
 from tests.factories.served import build
 
@@ -38,10 +40,10 @@ def test_first_calls_are_those_of_a_real_run(tmp_path: Path) -> None:
     pipe.transformer.register_forward_pre_hook(
         lambda module, args, named: real.setdefault("call", dict(named)) and None, with_kwargs=True
     )
-    family = calls_.PipelineSet.of(pipe, maskfx.compile)
-    canvas = calls_.Canvas.blank(family.size(), family.multiple)
+    family = PipelineSet.of(pipe, maskfx.compile)
+    canvas = Canvas.blank(family.size(), family.multiple)
     with torch.no_grad():
-        family.main.plain(**calls_.call_arguments(family.main, canvas, 2))
+        family.main.plain(**call_arguments(family.main, canvas, 2))
     assert shapes_of(found["transformer"]) == shapes_of(real["call"])
     kinds = {n: v.dtype for n, v in found["transformer"].items() if isinstance(v, torch.Tensor)}
     assert kinds["hidden_states"] == torch.bfloat16

@@ -120,10 +120,11 @@ def spell_splits(graph: fx.Graph) -> None:
 
 
 def spell_split(graph: fx.Graph, node: fx.Node) -> None:
-    value, sizes, axis = *node.args, *([0] if len(node.args) < 3 else [])
+    places: list[Any] = [*node.args, 0]
+    value, sizes, axis = places[:3]
     bounds: list[Number] = [0]
     with graph.inserting_before(node):
-        for size in sizes:  # type: ignore[union-attr]
+        for size in sizes:
             bounds.append(added(graph, bounds[-1], size))
     for part in list(node.users):
         number: Any = part.args[1]

@@ -72,7 +72,7 @@ class WeightData:
 
 def bytes_of(value: Tensor) -> memoryview:
     """Return a contiguous tensor's memory."""
-    return memoryview(value.cpu().reshape(-1).view(torch.uint8).numpy())
+    return value.cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 def copy_from(source: FilePlace, file: BinaryIO) -> int:
