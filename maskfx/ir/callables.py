@@ -34,8 +34,9 @@ def lines_of(called: object, depth: int = DEPTH) -> Iterator[str]:
     """Yield lines that differ for callables that compute differently.
 
     Functions of one name, such as two lambdas of one line, differ by their code, their defaults and
-    what their code refers to outside of itself; objects by the callables they hold. Modules among
-    that are known by their own settings.
+    what their code refers to outside of itself, except containers, in which functions often note
+    their calls; objects by the callables they hold. Modules among that are known by their own
+    settings.
     """
     yield name_of(called)
     if isinstance(called, functools.partial):
@@ -45,7 +46,8 @@ def lines_of(called: object, depth: int = DEPTH) -> Iterator[str]:
     elif isinstance(called, FunctionType):
         yield code_digest(called.__code__)
         held = [*(called.__defaults__ or ()), *(called.__kwdefaults__ or {}).items()]
-        held += [content_of(cell) for cell in called.__closure__ or ()]
+        found = map(content_of, called.__closure__ or ())
+        held += [value for value in found if not isinstance(value, (list, dict, set))]
     else:  # an object, such as an attention processor around another one
         held = [value for value in getattr(called, "__dict__", {}).values() if is_called(value)]
     for value in held:

@@ -88,6 +88,15 @@ def test_functions_of_one_name_differ_by_their_code_and_what_they_refer_to():
     assert settings_of(module) == found[6]
 
 
+def test_what_a_function_notes_of_its_calls_is_no_setting():
+    module, seen = nn.Sequential(nn.Linear(2, 2)), list[int]()
+    module[0].register_forward_hook(lambda *_: seen.append(1))
+    before = settings_of(module)
+    module(torch.ones(1, 2))
+    assert seen
+    assert settings_of(module) == before
+
+
 def test_hooks_are_settings():
     module: Any = nn.Sequential(nn.Linear(2, 2))
     known, before = KnownSettings(module), settings_of(module)
