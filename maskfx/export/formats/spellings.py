@@ -6,6 +6,7 @@ An operator that it doesn't know is decomposed with all others, which traces the
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,16 @@ def spell(program: ExportedProgram) -> None:
     spell_casts(graph)
     spell_outer_products(graph)
     spell_splits(graph)
+    name_results(program)
+
+
+def name_results(program: ExportedProgram) -> None:
+    """Give the signature the names of the nodes that are the results now."""
+    [output] = program.graph_module.graph.find_nodes(op="output")
+    results: Any = output.args[0]
+    for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
+        if isinstance(node, fx.Node):
+            spec.arg = replace(spec.arg, name=node.name)
 
 
 def drop_idle_squeezes(graph: fx.Graph) -> None:
