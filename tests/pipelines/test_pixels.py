@@ -114,7 +114,7 @@ def test_a_switch_that_changes_during_a_run_acts():
         whole = square(0, SIDE, SIDE)
         done = pipe(**given, mask_image=whole, generator=noise(seed), quality="all-steps")
         assert np.array_equal(np.asarray(done.image[0]), np.asarray(wanted))
-    assert "changes a switch" in maskfx.explain(pipe)
+    assert "a setting of it changes during the run" in maskfx.explain(pipe)
 
 
 def test_images_of_a_result_may_have_another_name():
