@@ -13,9 +13,28 @@ import torch
 from maskfx.ops.kept import FOLDER as KEPT
 from maskfx.runtime.shared_programs import shared_programs
 
+TESTS = Path(__file__).parent
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
 
-SHARING = ("pipelines", "engine", "serve", "training", "test_errors.py", "test_examples.py")
+SHARING = (
+    "distributed",
+    "engine",
+    "export",
+    "pipelines",
+    "runtime",
+    "serve",
+    "test_errors.py",
+    "test_examples.py",
+    "training",
+)
+# files whose tests share what takes a while to make: one process runs each of them
+TOGETHER = (
+    "pipelines/test_autoencoder.py",
+    "serve/frontend/test_tracing.py",
+    "serve/models/test_generated.py",
+    "serve/models/test_helper_choice.py",
+    "test_errors.py",
+)
 THIRD_PARTIES = ("torch", "diffusers", "transformers")
 
 
@@ -34,8 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark in silent:
             item.add_marker(mark)
-        if case_name(item):
-            item.add_marker(pytest.mark.xdist_group(case_name(item)))
+        group = case_name(item) or file_of_group(item)
+        if group:
+            item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
     items.sort(key=case_name)
@@ -45,6 +65,11 @@ def case_name(item: pytest.Item) -> str:
     """Tests of one model follow one another, so that few processes have to compile it."""
     callspec = getattr(item, "callspec", None)
     return str(callspec.params.get("name", "")) if callspec is not None else ""
+
+
+def file_of_group(item: pytest.Item) -> str:
+    path = item.path.relative_to(TESTS).as_posix()
+    return path if path in TOGETHER else ""
 
 
 class Wrong(logging.Handler):
@@ -71,7 +96,7 @@ def every_program_is_right(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def captures_of_others(request: pytest.FixtureRequest) -> Iterator[None]:
     """Only tests that leave the compiler as it is share what they captured."""
-    room = request.path.relative_to(Path(__file__).parent).parts[0]
+    room = request.path.relative_to(TESTS).parts[0]
     if room in SHARING and request.node.get_closest_marker("wrong_program") is None:
         yield
         return

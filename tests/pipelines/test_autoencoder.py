@@ -158,6 +158,7 @@ def test_a_wholly_masked_picture_is_decoded_in_full(
     assert (found == np.asarray(full)).all()
 
 
+@pytest.mark.slow
 def test_an_engine_gives_the_picture_of_a_call_alone(narrow: Any) -> None:
     alone = np.asarray(narrow(**edit(1)).images[0])
     with maskfx.Engine() as engine:

@@ -88,10 +88,11 @@ def a_mask(height: int = 8, width: int = 12) -> Tensor:
     return mask
 
 
-CALLS = [([7, 4], 9), ([5, 5], 5), ([6], 9), ([3, 8, 5], 8), ([5], 5)]
+CALLS = [([7, 4], 9), ([5, 5], 5), ([5], 5), ([6], 9), ([3, 8, 5], 8)]
+EACH = [*CALLS[:3], *(pytest.param(call, marks=pytest.mark.slow) for call in CALLS[3:])]
 
 
-@pytest.mark.parametrize("call", CALLS, ids=str)
+@pytest.mark.parametrize("call", EACH, ids=str)
 def test_calls_narrow_whatever_their_texts(call: tuple[list[int], int]) -> None:
     inputs, found = make(*call), denoiser()
     wanted = found.module(**inputs)

@@ -150,6 +150,7 @@ def test_edits_have_the_shape_of_the_edges() -> None:
     assert found["edges_and_prompt"]["shape"] >= 0.8, found
 
 
+@pytest.mark.slow
 def test_a_masked_edit_takes_a_shipped_lora() -> None:
     """By the batch's low-rank terms: brown inside the mask, the picture's own pixels outside."""
     adapters = maskfx.Adapters(loras(), deadline=300)

@@ -160,7 +160,7 @@ def test_refuses_a_recording_with_neither() -> None:
 # Step after step.
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_unet(CASES))
 def test_a_recording_and_edits_share_a_planned_step(name: str) -> None:
     """What computes all sites has no choice; the edits beside it have theirs."""
     case, denoiser = compiled(name, loading=True)
