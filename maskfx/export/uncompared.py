@@ -12,10 +12,9 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.light_run import fills_tables
 from maskfx.compiler.capture.roles import Roles
-from maskfx.compiler.compile import Compilation, compile_capture
+from maskfx.compiler.compile import Compilation
 from maskfx.config import Settings
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.program_cache import ProgramCache
@@ -45,7 +44,7 @@ class UncomparedDenoiser(CompiledDenoiser):
 class UncomparedPrograms(ProgramCache):
     """Compiles for each call, and compares nothing with the module."""
 
-    layouts = True
+    compares = False
 
     def _shares(self, values: list[Any]) -> bool:
         return False  # to take another module's program is to compare it
@@ -58,14 +57,3 @@ class UncomparedPrograms(ProgramCache):
         self, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec
     ) -> Compilation:
         return compilation
-
-    def _compiled(
-        self,
-        inputs: dict[str, Any],
-        attempt: bool = True,
-        single: bool = False,
-        fixed: bool = False,
-        one: bool = False,
-    ) -> Compilation:
-        found = capture(self.module, inputs, self.roles, attempt, single, fixed, one, compare=False)
-        return compile_capture(found, layouts=self.layouts)

@@ -141,7 +141,7 @@ def attend_flops(queries: int, keys: int, heads: int, depth: int, depth_v: int) 
 
 
 @register_flop_formula(torch.ops.maskfx.attend, get_raw=True)
-def _attend_formula(
+def attend_formula(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -154,6 +154,7 @@ def _attend_formula(
     out_val: object = None,
     **kwargs: object,
 ) -> int:
+    """Return the FLOPs of each request's queries over its own keys, fresh and cached."""
     return ragged_flops(q, v, q_spans, k_spans, rest_spans)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
-from maskfx.ops.attention import attend_flops, ragged_flops
+from maskfx.ops.attention import attend_flops, attend_formula
 from maskfx.ops.base import define, join, pieces, ranges
 
 _aten = torch.ops.aten
@@ -113,18 +113,5 @@ def _pair_sum_formula(
     return attend_flops(q[-2], k[-2], heads, q[-1], v[-1])
 
 
-@register_flop_formula(torch.ops.maskfx.site_pair_sum, get_raw=True)
-def _site_pair_sum_formula(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rest_k: Tensor,
-    rest_v: Tensor,
-    q_spans: Tensor,
-    k_spans: Tensor,
-    rest_spans: Tensor,
-    *args: object,
-    out_val: object = None,
-    **kwargs: object,
-) -> int:
-    return ragged_flops(q, v, q_spans, k_spans, rest_spans)
+# two products for each query and key, as in attention
+register_flop_formula(torch.ops.maskfx.site_pair_sum, get_raw=True)(attend_formula)

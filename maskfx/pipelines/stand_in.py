@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, get_args, get_type_hints
 
 import torch
@@ -145,15 +146,13 @@ class StandIn:
 def install(module: nn.Module, method: str = "forward") -> None:
     """Dispatch calls of a module, or of an autoencoder's method, to the current run."""
     standin = installed(module, method)
-    if standin is None:
-        standin = StandIn(getattr(module, method), module.__dict__.get(method))
-        if method == "forward":
-            module.__dict__[method] = dispatching_forward(module, standin)
-            replace_method(module, HOOKED_CALL, call_with_hooks_once)
-        else:
-            module.__dict__[method] = dispatching_method(module, method, standin)
-        if installed(module, STATE) is None:
-            replace_method(module, STATE, state_without_stand_ins)
+    if standin is None and method == "forward":
+        standin = replace_method(module, method, dispatching_forward)
+        replace_method(module, HOOKED_CALL, call_with_hooks_once)
+    elif standin is None:
+        standin = replace_method(module, method, partial(dispatching_method, method=method))
+    if installed(module, STATE) is None:
+        replace_method(module, STATE, state_without_stand_ins)
     standin.users += 1
 
 
@@ -161,11 +160,12 @@ def replace_method(
     module: nn.Module,
     method: str,
     made: Callable[[nn.Module, StandIn], Callable[..., Any]],
-) -> None:
+) -> StandIn:
     """Give a module a method in place of its own, for as long as it has stand-ins."""
     standin = StandIn(getattr(module, method), module.__dict__.get(method))
     function = module.__dict__[method] = made(module, standin)
     function.__dict__["maskfx_standin"] = standin
+    return standin
 
 
 def remove(module: nn.Module, method: str = "forward") -> None:
@@ -255,12 +255,11 @@ def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., ob
         found = dispatch(args, kwargs)
         return original(*args, **kwargs) if found is COMPUTES else found
 
-    forward.__dict__["maskfx_standin"] = standin
     return forward
 
 
 def dispatching_method(
-    autoencoder: nn.Module, method: str, standin: StandIn
+    autoencoder: nn.Module, standin: StandIn, method: str
 ) -> Callable[..., object]:
     """Return a method that dispatches to the current run, which may decline the call."""
     original = standin.original
@@ -278,7 +277,6 @@ def dispatching_method(
         found = dispatch(args, kwargs)
         return original(*args, **kwargs) if found is None else found
 
-    called.__dict__["maskfx_standin"] = standin
     return called
 
 

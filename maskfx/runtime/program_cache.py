@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 class ProgramCache:
     """Holds the compilations of one denoiser."""
 
+    compares = True  # captures with the module
+    layouts = True  # computes weights that a program reads in another layout
+
     def __init__(
         self,
         module: nn.Module,
@@ -225,9 +228,12 @@ class ProgramCache:
         fixed: bool = False,
         one: bool = False,
     ) -> Compilation:
-        found = capture(self.module, inputs, self.roles, attempt, single, fixed, one)
+        found = capture(self.module, inputs, self.roles, attempt, single, fixed, one, self.compares)
         return compile_capture(
-            found, plans=bool(self.settings.plans), stretches=self.settings.stretches
+            found,
+            plans=bool(self.settings.plans),
+            stretches=self.settings.stretches,
+            layouts=self.layouts,
         )
 
     def forget(self) -> None:
