@@ -228,13 +228,10 @@ class ProgramCache:
         fixed: bool = False,
         one: bool = False,
     ) -> Compilation:
-        found = capture(self.module, inputs, self.roles, attempt, single, fixed, one, self.compares)
-        return compile_capture(
-            found,
-            plans=bool(self.settings.plans),
-            stretches=self.settings.stretches,
-            layouts=self.layouts,
-        )
+        asked = attempt, single, fixed, one, self.compares
+        found = capture(self.module, inputs, self.roles, *asked)
+        plans, stretches = bool(self.settings.plans), self.settings.stretches
+        return compile_capture(found, plans=plans, stretches=stretches, layouts=self.layouts)
 
     def forget(self) -> None:
         """Drop all captures; the next call captures the module again."""
