@@ -41,6 +41,7 @@ from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.devices import CPU, free_memory
 from maskfx.runtime.lora.registry import Adapters
 from maskfx.runtime.make_denoiser import compiled
 from maskfx.runtime.planner.costs import Costs
@@ -49,7 +50,7 @@ from maskfx.runtime.templates.budget import Budget
 
 log = logging.getLogger(__name__)
 
-HOST_BYTES = 8 << 30
+HOST_BYTES = 8 << 30  # at most half of the free memory
 KEPT = "_maskfx"
 
 
@@ -205,7 +206,7 @@ def compile_pipeline(
     Args:
         quality: Default quality of edits, `"balanced"` unless given; `"all-steps"` extrapolates no
             step. A call may override it.
-        tiers: Storage of templates. Defaults to 8 GiB of host memory.
+        tiers: Storage of templates. Defaults to 8 GiB of host memory, or half of what is free.
         share: Store every `share`-th step whole, and only the outputs of the steps in between.
         keep: What templates store per attention with a plan ("both", "keys" or "inputs").
         budget: Bytes for one template, recorded steps and latents. The budget (`maskfx.Budget`)
@@ -242,7 +243,7 @@ def compile_pipeline(
     usual = Quality.of(quality)
     if usual.patches is not None and settings.mode == "mask_cache":
         settings = replace(settings, stretches=True)
-    tiers = tiers or Tiers(host_bytes=HOST_BYTES)
+    tiers = tiers or Tiers(host_bytes=int(min(HOST_BYTES, free_memory(CPU) / 2)))
     if budget is not None:
         check_budget(modules, settings, tiers, share, keep)
     denoisers = {}

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
+MEMORY = Path("/proc/meminfo")
+GROUP = Path("/sys/fs/cgroup")  # as a container sees its own group
 
 
 def free_memory(device: torch.device) -> float:
@@ -23,11 +25,27 @@ def free_memory(device: torch.device) -> float:
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(free + unused)
-    table = Path("/proc/meminfo")
-    if device.type != "cpu" or not table.exists():
+    if device.type != "cpu" or not MEMORY.exists():
         return inf
-    found = (line.split() for line in table.read_text().splitlines())
-    return next((float(words[1]) * 1024 for words in found if words[0] == "MemAvailable:"), inf)
+    found = (line.split() for line in MEMORY.read_text().splitlines())
+    free = next((float(words[1]) * 1024 for words in found if words[0] == "MemAvailable:"), inf)
+    return min(free, free_in_group())
+
+
+def free_in_group() -> float:
+    """Return the bytes that the process's control group may still allocate; inf without a limit.
+
+    What the group's files hold in memory counts as free, since the kernel drops it when needed.
+    """
+    try:
+        limit = float((GROUP / "memory.max").read_text())
+        used = float((GROUP / "memory.current").read_text())
+        lines = (GROUP / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):  # no group, another version of groups, or the word "max"
+        return inf
+    pairs = (line.split() for line in lines)
+    cached = next((float(value) for name, value in pairs if name == "inactive_file"), 0.0)
+    return max(0.0, limit - used + cached)
 
 
 def moved(value: Tensor, device: torch.device) -> Tensor:
