@@ -165,6 +165,10 @@ class Bed:
         beside = self.setting.nets if side.process else 0
         return min(os.cpu_count() or 1, 1 + beside)
 
+    def misses(self) -> int:
+        """Recorded steps that were asked for and weren't in memory."""
+        return pipeline_state_of(self.pipe).library.tiers.counters().misses
+
     def masked_step(self) -> float:
         """Seconds of the denoiser's step for an edit without LoRAs: the base* of equation 2."""
         denoiser, spent = pipeline_state_of(self.pipe).denoisers["unet"], list[float]()
@@ -205,10 +209,12 @@ def measure(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[s
             run(asked.batch)
         busy: dict[str, list[float]] = {name: [] for name in runs}
         runs = {name: (counted(run, busy[name]), cores) for name, (run, cores) in runs.items()}
+        before = bed.misses()
         alone = harness.alternate(bound(runs, 1), asked.rounds)
         for own in busy.values():
             own.clear()
         crowd = harness.alternate(bound(runs, asked.batch), asked.rounds)
+        again = bed.misses() - before
         step = bed.masked_step()
     for name, (_, cores) in runs.items():
         rates = [asked.batch / seconds / cores for seconds in crowd[name]]
@@ -225,7 +231,7 @@ def measure(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[s
             serial = [asked.batch / seconds for seconds in crowd[SERIAL]]
             rows[name]["times_throughput_per_core"] = harness.ratio(rates, serial)
             rows[name]["times_per_processor_second"] = harness.ratio(busy[SERIAL], busy[name])
-    return {"sides": rows, **model_of(parts, step, asked.steps)}
+    return {"sides": rows, "templates_missed": again, **model_of(parts, step, asked.steps)}
 
 
 def bound(runs: dict[str, tuple[Callable[[int], None], int]], requests: int) -> dict[str, Any]:
@@ -263,6 +269,8 @@ def show(setting: Setting, found: dict[str, Any]) -> None:
         )
     bound_ = found["gustafson"]
     print(f"{setting}\n{columns(rows)}")
+    if found["templates_missed"]:
+        print(f"{found['templates_missed']} recorded steps were missing: templates don't fit")
     print(
         f"equation 1: {found['equation_1']:.3f} s; equation 2: {found['equation_2']:.3f} s, for "
         f"edits with extrapolated steps {found['equation_2_masked']:.3f} s; Gustafson: "
