@@ -267,3 +267,28 @@ def test_writes_to_the_modules_own_tensors_end_a_light_run() -> None:
     twin = Twin(Keeps("buffer").eval())
     with torch.no_grad(), LightProducts(twin), pytest.raises(NotLight, match="of the module"):
         twin.module(SAMPLE)
+
+
+def test_what_a_module_compiles_is_still_compiled_after_a_light_run() -> None:
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    class Compiling(Blocks):
+        def after(self, sample: Tensor) -> Tensor:
+            return torch.compile(after, backend=backend, fullgraph=True)(sample)
+
+    def after(sample: Tensor) -> Tensor:
+        return sample.sin() + 1
+
+    module = Compiling().eval()
+    twin = Twin(module)
+    with torch.no_grad(), LightProducts(twin):
+        twin.module(SAMPLE)
+    assert not graphs
+    with torch.no_grad():
+        module(SAMPLE)
+    assert len(graphs) == 1

@@ -8,7 +8,8 @@ tensor would be written that it doesn't own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,9 @@ class NotLight(Exception):
 class LightProducts(TorchDispatchMode):
     """Leaves out large products with parameters, and what is computed of them.
 
-    Counts in `convolved` the numbers that convolutions wider than one site read.
+    Counts in `convolved` the numbers that convolutions wider than one site read. What the module
+    compiles by itself runs eagerly: torch.compile leaves functions that it meets within a mode
+    uncompiled from then on, and what they call fails in `flex_attention`.
     """
 
     def __init__(self, twin: Twin) -> None:
@@ -56,6 +59,16 @@ class LightProducts(TorchDispatchMode):
         self._owned = set(map(storage_of, twin.tensors))
         self._left_out: dict[int, StorageWeakRef] = {}
         self.convolved: int = 0
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._open.enter_context(torch.compiler.set_stance("force_eager"))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._open.close()
 
     def __torch_dispatch__(
         self,
