@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
 from maskfx.compiler.source_dtypes import dtype_of
-from maskfx.ir.lanes import Batch, Lane, grid_level, int_hint, is_image, shape_hint
+from maskfx.ir.lanes import Batch, Lane, grid_level, is_image
 from maskfx.ir.program import Interface, Program, Tap
 from maskfx.ir.pyramid import Pyramid
 from maskfx.ir.source_sizes import (
@@ -308,14 +309,18 @@ def packet_name(node: fx.Node) -> str:
 
 
 def stand_in(node: fx.Node) -> Any:
-    """Return a node's value at capture as a meta tensor or a plain number."""
+    """Return a node's value at capture as a meta tensor or a plain number.
+
+    A size that depends on what a tensor holds, such as a number of kept tokens, counts as one.
+    """
     value = node.meta.get("val")
     if value is None and node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(node.graph.owning_module)
     if isinstance(value, Tensor):
-        return torch.empty(shape_hint(value), dtype=value.dtype, device="meta")
+        shape = [optimization_hint(size, fallback=1) for size in value.shape]
+        return torch.empty(shape, dtype=value.dtype, device="meta")
     if isinstance(value, (torch.SymInt, int)):
-        return int_hint(value)
+        return optimization_hint(value, fallback=1)
     return value
 
 
