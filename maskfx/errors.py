@@ -49,6 +49,14 @@ class SignatureError(InputError, TypeError):
     """A call got an argument that it doesn't accept, or one twice, or lacks one."""
 
 
+class SizesDisagree(InputError):
+    """Two arguments show different sizes for one role."""
+
+    def __init__(self, path: str, role: str, size: int, other: str) -> None:
+        super().__init__(f"{path}: its {role} is {size}, but {other}; pass arguments that agree")
+        self.role = role
+
+
 class BudgetError(InputError):
     """A template doesn't fit into its byte budget."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.errors import CacheError, NumberError
+from maskfx.errors import CacheError, InputError, NumberError, SizesDisagree
 from maskfx.ir import progress
 from maskfx.ir.level_shares import MaskWork
 from maskfx.ops import wide
@@ -29,7 +29,7 @@ from maskfx.pipelines.stand_in import computing
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.dense_ways import DenseWay
 from maskfx.runtime.step_executor import StepExecutor
-from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, is_fixed, with_late
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed, with_late
 
 log = logging.getLogger(__name__)
 
@@ -228,6 +228,8 @@ def run_parts(
             run_in_full(members[0].call.denoiser, members[0], alone)
         else:
             members[0].error = renewed
+    elif isinstance(alone, SizesDisagree) and not isinstance(members[0].step, RecordStep):
+        run_in_full(members[0].call.denoiser, members[0], alone)  # a module may broadcast them
     else:
         members[0].error = alone
 
@@ -353,8 +355,8 @@ def with_loads(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> lis
     return steps
 
 
-def run_in_full(denoiser: CompiledDenoiser, member: StepMember, why: CacheError) -> None:
-    """Compute a call whose recording doesn't fit densely; the result is correct without it."""
+def run_in_full(denoiser: CompiledDenoiser, member: StepMember, why: InputError) -> None:
+    """Compute a call densely that can't be an edit; the result is correct without it."""
     member.call.run.note(f"{member.part.position.name}: computed in full: {why}")
     run_module(denoiser, member)
 

@@ -22,7 +22,7 @@ from maskfx.compiler.capture.capture import capture, has_batch
 from maskfx.compiler.compile import Compilation, compile_capture
 from maskfx.compiler.marked import MarkedGraph, mark_graph
 from maskfx.config import Settings
-from maskfx.errors import InputError
+from maskfx.errors import InputError, SizesDisagree
 from maskfx.ir.program import Program
 from maskfx.ir.values import copies, copy_of, has_meta, same_values
 from maskfx.runtime.executor import BatchExecutor
@@ -158,7 +158,7 @@ class ProgramCache:
                 continue
             try:
                 sizes = roles_.observed_sizes(compilation.capture.leaves, values)
-            except roles_.SizesDisagree as error:
+            except SizesDisagree as error:
                 if not error.role.startswith("text:"):  # other lengths get a separate capture
                     disagreement = error
                 continue
@@ -185,7 +185,7 @@ class ProgramCache:
         for offer in self._sharing.offers(spec):
             try:
                 found = self._first_serving([offer], values, spec, single)
-            except roles_.SizesDisagree:  # its roles aren't this call's
+            except SizesDisagree:  # its roles aren't this call's
                 continue
             if found is None or not self._is_right(found, values, spec):
                 continue

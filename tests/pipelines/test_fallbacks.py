@@ -265,6 +265,27 @@ def test_a_picture_in_a_batch_is_the_one_that_it_is_alone():
 
 
 @slow
+def test_arguments_of_unequal_batches_run_in_the_module_that_joins_them():
+    """The callback ends guidance and leaves the pooled text at its two elements."""
+    name = "StableDiffusion3InpaintPipeline"
+
+    def unguided(pipe: Any, step: int, _: Any, given: dict[str, Any]) -> dict[str, Any]:
+        if step == 0:
+            pipe._guidance_scale = 0.0
+            given["prompt_embeds"] = given["prompt_embeds"][-1:]
+        return given
+
+    def arguments() -> dict[str, Any]:
+        inputs = ["latents", "prompt_embeds"]
+        more = {"callback_on_step_end_tensor_inputs": inputs, "callback_on_step_end": unguided}
+        return {**call_of(PIPES[name], 0, square(0, 32)), **more}
+
+    pipe = maskfx.compile(PIPES[name].build(), quality="all-steps")
+    wanted = latents(PIPES[name].build(), **arguments())
+    assert distance(latents(pipe, **arguments()), wanted) < CLOSE
+    assert "pooled_projections: its batch is 2" in maskfx.explain(pipe)
+
+
 def test_saved_and_loaded_it_gives_the_same_picture():
     pipe = kandinsky()
     pipe.unet.train()  # as it is when it was never loaded: its template has another name

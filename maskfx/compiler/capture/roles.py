@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from maskfx.errors import CaptureError, InputError
+from maskfx.errors import CaptureError, InputError, SizesDisagree
 
 Roles = tuple[str, ...]
 Sizes = dict[str, int]  # by role
@@ -269,14 +269,6 @@ def role_size(role: str, sizes: Mapping[str, int]) -> int:
     if role[:2] in ("y*", "x*"):
         return sizes[role[0]] * int(role[2:])
     return sizes[role]
-
-
-class SizesDisagree(InputError):
-    """Two arguments show different sizes for one role."""
-
-    def __init__(self, path: str, role: str, size: int, other: str) -> None:
-        super().__init__(f"{path}: its {role} is {size}, but {other}; pass arguments that agree")
-        self.role = role
 
 
 def observed_sizes(leaves: Sequence[Argument], values: Sequence[Any]) -> Sizes:
