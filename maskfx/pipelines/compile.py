@@ -14,11 +14,14 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from torch import nn
+
 from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.ir import progress
 from maskfx.pipelines.autoencoder import find_methods, method_of, same_method
 from maskfx.pipelines.call import PipelineCall, template_name
+from maskfx.pipelines.check_settings import check_budget, check_costs
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.interception import bars_disabled
 from maskfx.pipelines.late_lora import Loras
@@ -26,6 +29,7 @@ from maskfx.pipelines.passed_on import call_of_class
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prefetch_template, prepare_template
+from maskfx.pipelines.replaced_parts import with_part
 from maskfx.pipelines.serve_call import serve_call
 from maskfx.pipelines.stand_in import absent_denoisers, find_denoisers, install, remove
 from maskfx.pipelines.state import (
@@ -37,7 +41,6 @@ from maskfx.pipelines.state import (
 )
 from maskfx.pipelines.template_library import StoredTemplate, TemplateLibrary
 from maskfx.runtime.cache.loader import Loader
-from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -79,6 +82,13 @@ class CompiledPipeline:
             return super().__call__(*args, **given)  # type: ignore[misc]
         with progress.hidden(bars_disabled(self)):
             return serve_call(call_of(self, args, given, quality, template, record, lora))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute; a component that is replaced is compiled in place of the old one."""
+        super().__setattr__(name, value)
+        state: PipelineState | None = self.__dict__.get(KEPT)
+        if state is not None and isinstance(value, nn.Module):
+            self.__dict__[KEPT] = with_part(state, name, value)
 
     def __copy__(self) -> object:
         """Return a shallow copy, which shares what the calls of this pipeline share."""
@@ -281,40 +291,6 @@ def compile_pipeline(
 def default_loader() -> Loader:
     """Return the loader of pipelines that are given none: they share one link to the devices."""
     return Loader()
-
-
-def check_costs(
-    costs: Mapping[str, Costs], modules: Mapping[str, object], settings: Settings
-) -> None:
-    if costs and settings.plans is False:
-        raise InputError(
-            "costs= has no effect with plans=False; leave plans out, or use plans=True"
-        )
-    unknown = sorted(costs.keys() - modules.keys())
-    if unknown:
-        raise InputError(
-            f"costs= names {unknown}, but the pipeline's denoisers are {sorted(modules)}; use "
-            "their names"
-        )
-
-
-def check_budget(
-    modules: Mapping[str, object], settings: Settings, tiers: Tiers, share: int, keep: str
-) -> None:
-    """Raise InputError if another argument decides what a budget does, or nothing is left to it."""
-    where = "compile(pipe, budget=...)"
-    if (share, keep) != (1, "both"):
-        raise InputError(
-            f"{where}: share={share} and keep={keep!r} are given too, but the budget decides both; "
-            'leave them out, or allow=("share2", ...) in the budget'
-        )
-    if tiers.encoding != LOSSLESS:
-        raise InputError(
-            f"{where}: the tiers have an encoding, but the budget decides how rows are packed; "
-            'give Tiers without encoding=, and allow=("16bit", ...) in the budget'
-        )
-    if settings.mode != "mask_cache":
-        raise InputError(f'{where}: mode="{settings.mode}" records nothing; leave one of them out')
 
 
 def nothing_without(absent: Sequence[str]) -> str:

@@ -108,9 +108,11 @@ class PipelineState:
     def follow_settings(self) -> None:
         """Note the plain settings (adapters, switches) of all modules before a run.
 
-        Keys of templates contain them. Captures of autoencoders with other settings are discarded.
+        Keys of templates contain them. Captures of autoencoders with other settings are discarded,
+        and so is what depends on weights that were overwritten.
         """
         for name, denoiser in {**self.denoisers, **self.autoencoders}.items():
+            denoiser.refresh_if_overwritten()
             now, before = self._digest(self.known, name, denoiser), self.settings.get(name)
             self.settings[name] = now
             if name in self.autoencoders and before not in (None, now):

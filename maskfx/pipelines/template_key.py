@@ -295,6 +295,8 @@ class PipelineFingerprint:
         watch = self._watched.get(id(module))
         if watch is None or watch.module is not module:
             watch = self._watched[id(module)] = Weights(module)
+        if watch.overwritten():
+            watch.forget()
         watch.change()
         return watch.fingerprint()
 

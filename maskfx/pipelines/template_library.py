@@ -6,7 +6,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -92,6 +92,11 @@ class TemplateLibrary:
     _locks: defaultdict[str, threading.Lock] = field(
         default_factory=lambda: defaultdict(threading.Lock)
     )
+
+    def without(self, component: str) -> TemplateLibrary:
+        """Return a library of the same runs for a pipeline that has another such component."""
+        kept = {n: own for n, own in self.templates.items() if n.partition(".")[0] != component}
+        return replace(self, templates=kept)
 
     def templates_of(
         self,

@@ -111,6 +111,11 @@ class CompiledDenoiser:
         """Return how the module is compiled; whether plans are made may depend on its device."""
         return self._loads.settings
 
+    @property
+    def compiled_with(self) -> tuple[Settings, Loader | None, Loader | None]:
+        """Return the settings, loader and link that it was made with."""
+        return self._loads.given
+
     def __call__(self, *args: object, **inputs: object) -> Any:
         """Run the module densely; inside `maskfx.editing(...)`, edit or record.
 
@@ -273,11 +278,17 @@ class CompiledDenoiser:
     def refresh(self) -> None:
         """Recompute what depends on weights; call it after changes through `.data`.
 
-        Such changes can't be detected.
+        Steps don't detect such changes, and pipelines only those of most numbers.
         """
         self._changes.weights_changed()
         for program in self.programs.values():
             self._executor.derived.compute(program)
+
+    def refresh_if_overwritten(self) -> None:
+        """Refresh if a few numbers of each weight show a change through `.data`."""
+        with self._lock:
+            if self._weights.overwritten():
+                self.refresh()
 
     def save_programs(self, directory: Path) -> bool:
         """Write the programs so that other processes with this module capture nothing.

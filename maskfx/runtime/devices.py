@@ -22,9 +22,9 @@ GROUP = Path("/sys/fs/cgroup")  # as a container sees its own group
 def free_memory(device: torch.device) -> float:
     """Return the bytes that can still be allocated on a device; inf if that can't be found out."""
     if device.type == "cuda" and torch.cuda.is_available():
-        free, _ = torch.cuda.mem_get_info(device)
+        on_device, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(free + unused)
+        return float(on_device + unused)
     if device.type != "cpu" or not MEMORY.exists():
         return inf
     found = (line.split() for line in MEMORY.read_text().splitlines())

@@ -12,7 +12,7 @@ from maskfx.runtime.program_files import compiled_as
 
 
 def identity_of(denoiser: CompiledDenoiser) -> str:
-    """Return a digest of a denoiser's code, settings, and a few numbers of each weight.
+    """Return a digest of a denoiser's code, settings, and sums of its weights.
 
     Denoisers with equal digests compute the same if `same_weights` is True for their modules.
     """

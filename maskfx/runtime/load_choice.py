@@ -34,6 +34,11 @@ class LoadChoice:
         self._chosen: Settings | None = None
 
     @property
+    def given(self) -> tuple[Settings, Loader | None, Loader | None]:
+        """Return the arguments, except for the module."""
+        return self._given, self._link if self._always_loads else None, self._link
+
+    @property
     def settings(self) -> Settings:
         """Return the settings that are chosen, or that would be chosen now."""
         if self._chosen is not None:

@@ -1,16 +1,19 @@
 """Weights: detects that a module's weights changed since it was captured.
 
 In-place changes show in a tensor's version, replaced or cast parameters in their identity, dtype
-and address. A change through `.data` can't be detected: call `CompiledDenoiser.refresh()` after it.
+and address. A change through `.data` shows in none of them: pipelines compare three numbers of
+every tensor before each run, and after changes of other numbers `CompiledDenoiser.refresh()` is to
+be called.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from operator import attrgetter
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +29,8 @@ class WeightChange(enum.Enum):
     TENSORS = enum.auto()
 
 
+PLAIN = (Tensor, nn.Parameter)
+WORD, PARTS = 8, 64  # bytes that are summed as one number; sums of a tensor
 Slot = tuple[Mapping[str, Tensor | None], str]
 version_of = attrgetter("_version")
 
@@ -61,6 +66,10 @@ class Weights:
         self.slots = named_slots(part._parameters for part in parts)
         self.buffers = named_slots(part._buffers for part in parts)
         self._print: str | None = None
+        self._samples: list[list[Tensor]] | None = None  # views of a few numbers of each tensor
+        self._sampled: list[bytes] | None = None  # these numbers before the last run
+        # by id: the tensor's state, itself, its checksum
+        self._sums: dict[int, tuple[object, Callable[[], object], bytes]] = {}
         self._remember()
 
     def change(self) -> WeightChange:
@@ -73,7 +82,7 @@ class Weights:
         else:
             change = WeightChange.NONE if self._count() == self._version else WeightChange.VALUES
         if change is not WeightChange.NONE:
-            self._remember()
+            self._remember(change is WeightChange.TENSORS)
             self._print = None
         return change
 
@@ -95,6 +104,24 @@ class Weights:
         self._print = known
         return False
 
+    def overwritten(self) -> bool:
+        """Return True if one of a few numbers of each tensor has changed since the last call.
+
+        Tensors that were replaced or moved meanwhile are for `change` to report.
+        """
+        if whole_hook(self.module) is not None:  # its weights move, and samples hold their memory
+            return False
+        if self._look() != self._seen or self._look_at_buffers() != self._seen_buffers:
+            self._samples = self._sampled = None
+            return False
+        if self._samples is None:
+            self._samples = samples_of(
+                table.get(name) for table, name in (*self.slots, *self.buffers)
+            )
+        before = self._sampled
+        self._sampled = [as_bytes(torch.stack(few).view(torch.uint8)) for few in self._samples]
+        return before not in (None, self._sampled)
+
     def accept(self) -> None:
         """Accept the tensors' present addresses: the same numbers were moved."""
         self._remember()
@@ -109,7 +136,9 @@ class Weights:
 
     # Every step runs these checks, so the loops over all weights are in C (map, chain).
 
-    def _remember(self) -> None:
+    def _remember(self, other_tensors: bool = True) -> None:
+        if other_tensors:
+            self._samples = self._sampled = None
         self._seen, self._seen_buffers = self._look(), self._look_at_buffers()
         self._seen_identities, self._seen_places = self._identities(), self._places()
         found = [table.get(name) for table, name in (*self.slots, *self.buffers)]
@@ -143,21 +172,70 @@ class Weights:
         return look_at(self.buffers)
 
     def fingerprint(self) -> str:
-        """Return a hash of a few numbers of every weight; it identifies caches of other weights."""
+        """Return a hash of all weights; it identifies caches of other weights.
+
+        Only tensors that changed since the last time are read again.
+        """
         if self._given is not None:
             return self._given
         if self._print is None:
-            seen = hashlib.sha256()
+            seen, sums = hashlib.sha256(), dict[int, tuple[object, Callable[[], object], bytes]]()
             for table, name in (*self.slots, *self.buffers):
                 value = table[name]
                 if value is None or value.is_meta or not value.numel():
                     continue
-                places = torch.tensor([0, value.numel() // 2, value.numel() - 1])
-                few = value.detach().reshape(-1)[places.to(value.device)].double().cpu()
-                seen.update(few.numpy().tobytes())
-            self._print = seen.hexdigest()
+                state = state_of(value)
+                known = self._sums.get(id(value))
+                if known is None or state is None or known[0] != state or known[1]() is not value:
+                    known = state, ref(value), checksum(value)
+                sums[id(value)] = known
+                seen.update(known[2])
+            self._print, self._sums = seen.hexdigest(), sums
         return self._print
 
     def forget(self) -> None:
         """Drop the fingerprint; call it after values changed in a way that isn't detected."""
         self._print = None
+        self._sums.clear()
+
+
+def samples_of(values: Iterable[Tensor | None]) -> list[list[Tensor]]:
+    """Return three numbers of each tensor, as views, by device and type."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for value in values:
+        if value is None or type(value) not in PLAIN or value.is_meta or value.is_quantized:
+            continue
+        if not value.numel() or not value.is_contiguous():
+            continue
+        flat = value.detach().view(-1)
+        last = value.numel() - 1
+        few = found.setdefault((value.device, value.dtype), [])
+        few += [flat[place] for place in sorted({0, last // 2, last})]
+    return list(found.values())
+
+
+def state_of(value: Tensor) -> object:
+    """Return what changes whenever a tensor's numbers do; None if nothing does."""
+    if value.is_inference():
+        return None
+    return value._version, value.data_ptr(), value.dtype, value.shape
+
+
+def checksum(value: Tensor) -> bytes:
+    """Return sums of all bytes of a tensor, eight bytes at a time, in parts of equal length."""
+    value = value.int_repr() if value.is_quantized else value
+    try:
+        octets = value.detach().reshape(-1).view(torch.uint8)
+        if octets.storage_offset() % WORD:
+            octets = octets.clone()
+        length = len(octets) // (WORD * PARTS) * WORD * PARTS
+        sums = octets[:length].view(torch.int64).view(PARTS, -1).sum(1)
+        return as_bytes(sums) + as_bytes(octets[length:])
+    except (RuntimeError, NotImplementedError, TypeError):  # not an array of plain numbers
+        places = torch.tensor([0, value.numel() // 2, value.numel() - 1])
+        return as_bytes(value.detach().reshape(-1)[places.to(value.device)].double())
+
+
+def as_bytes(value: Tensor) -> bytes:
+    found: bytes = value.cpu().numpy().tobytes()
+    return found

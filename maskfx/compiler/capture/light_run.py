@@ -63,11 +63,11 @@ class LightProducts(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._open.enter_context(torch.compiler.set_stance("force_eager"))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._open.close()
 
     def __torch_dispatch__(
