@@ -50,7 +50,7 @@ from maskfx.pipelines.late_rows import LateRows
 from maskfx.pipelines.lora import CallAdapters, suspended
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.pipeline import StepOutput
-from maskfx.pipelines.schedule import RunSchedule, latents_of, steps_of, with_latents
+from maskfx.pipelines.schedule import RunSchedule, latents_of, with_latents
 from maskfx.pipelines.stand_in import is_hooked
 from maskfx.pipelines.waiting import Wait, wait_uninterrupted
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -220,7 +220,7 @@ class PipelineRun:
         self._begin()
         if not self._scheduled:
             self._follow_time(name, inputs)
-        branch, steps = str(self._counts[name]), steps_of(self.pipe)
+        branch, steps = str(self._counts[name]), self._schedule.steps(module, self.step)
         times = times_of(inputs, self.step) if self.handler.reads_times else ()
         call = DenoiserCall(self, name, self.step, branch, inputs, steps, times)
         self._counts[name] += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from inspect import signature
-from itertools import islice
+from itertools import chain, islice
 from math import isclose
 from typing import Any, TypeGuard
 
@@ -70,6 +70,19 @@ class RunSchedule:
         self.pipe = pipe
         self._before = [(part, getattr(part, "timesteps", None)) for part in schedulers_of(pipe)]
         self._known: list[bool] | None = None
+        self._starts: dict[int, int] = {}  # the step of each denoiser's first call
+
+    def steps(self, module: object, step: int) -> int | None:
+        """Return the number of steps after which a denoiser, called at `step`, isn't called again.
+
+        Those of a pipeline that this one runs begin at its first call. None if it isn't known.
+        """
+        count, start = steps_of(self.pipe), self._starts.setdefault(id(module), step)
+        if count is not None:
+            return count
+        runs = (one for one in nested_pipelines(self.pipe)[1:] if has_part(one, module))
+        own = next(map(steps_of, runs), None)
+        return None if own is None else start + own
 
     def changes(self) -> bool:
         """Return True at the first call, and when a further scheduler was given times since."""
@@ -108,6 +121,13 @@ def steps_of(pipe: object) -> int | None:
         case [only] if (times := getattr(only, "timesteps", None)) is not None:
             return len(times) - (getattr(only, "begin_index", None) or 0)
     return None
+
+
+def has_part(pipe: object, module: object) -> bool:
+    """Return True if a module is a component of a pipeline, or a net of one."""
+    parts = list(attributes_of(pipe).values())
+    nets = (net for part in parts for net in getattr(part, "nets", ()))
+    return any(part is module for part in chain(parts, nets))
 
 
 def schedulers_of(pipe: object) -> list[Scheduler]:

@@ -147,3 +147,20 @@ def test_requests_have_schedulers_of_their_own_in_every_stage(again: bool):
     assert pipe.decoder_pipe.scheduler is pipe.scheduler
     if again:
         assert vars(own.decoder_pipe)["outer"] is own
+
+
+def test_the_steps_of_a_run_pipeline_begin_at_its_denoisers_first_call():
+    pipe = Combined()
+    prior, unet, net = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+    nets = nn.Module()
+    nets.nets = nn.ModuleList([net])
+    pipe.prior_pipe.__dict__["prior"] = prior
+    pipe.decoder_pipe.__dict__.update(unet=unet, controlnet=nets)
+    schedule = RunSchedule(pipe)
+    pipe.prior_scheduler.set_timesteps(4)
+    assert [schedule.steps(prior, step) for step in range(4)] == [4] * 4
+    pipe.scheduler.set_timesteps(7)
+    assert [schedule.steps(part, step) for step in (4, 5, 10) for part in (net, unet)] == [11] * 6
+    assert schedule.steps(nn.Linear(1, 1), 2) is None
+    pipe.__dict__["_num_timesteps"] = 9
+    assert schedule.steps(unet, 5) == 9
