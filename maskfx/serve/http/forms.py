@@ -41,7 +41,7 @@ FILES = "PNG, JPEG or WebP"
 # Parameters of other APIs: reported as unsupported instead of unknown.
 ELSEWHERE = frozenset(
     (
-        *("background", "quality", "input_fidelity", "moderation", "style", "safety_identifier"),
+        *("input_fidelity", "style", "safety_identifier"),
         *("width", "height", "url", "image_url", "mask_url", "cfg_scale", "true_cfg_scale"),
         *("scheduler", "sampler", "eta", "clip_skip", "guidance_rescale", "flow_shift"),
         *("generator_device", "num_outputs_per_prompt", "padding_mask_crop"),
@@ -155,6 +155,15 @@ class AnsweredForm(Form):
     output_format: Literal["png", "jpeg", "webp"] = "png"
     output_compression: Annotated[
         int | None, Field(ge=0, le=100, description="Quality of jpeg and webp.")
+    ] = None
+    quality: Annotated[
+        Literal["auto"] | None, Field(description="As the server is set; nothing else is offered.")
+    ] = None
+    background: Annotated[
+        Literal["auto", "opaque"] | None, Field(description="Pictures are opaque.")
+    ] = None
+    moderation: Annotated[
+        Literal["auto", "low"] | None, Field(description="The server moderates nothing.")
     ] = None
     stream: bool = False
     partial_images: Annotated[int, Field(ge=0, le=3, description="Previews in a stream.")] = 0

@@ -225,6 +225,13 @@ def test_output_formats(server: Served, form: str) -> None:
         assert len(worse["data"][0]["b64_json"]) < len(said["data"][0]["b64_json"]) / 2
 
 
+def test_what_is_done_anyway_may_be_asked_for(server: Served) -> None:
+    asked = {"quality": "auto", "background": "opaque", "moderation": "low"}
+    response = server.edit({"mask": MASK}, **asked)
+    assert response.status_code == 200, response.text
+    assert response.json()["background"] == "opaque"
+
+
 def test_generations(server: Served) -> None:
     with server.client() as client:
         asks = {"prompt": "a hill", "n": 2, "seed": 9, "size": "32x16", "user": None}
