@@ -106,10 +106,12 @@ def write(pixels: Pixels, out: Path) -> None:
 def edit_here(call: EditCall, out: Path, effective: Effective) -> int:
     """Edit by a model in this process; return 1 if the edit fails."""
     from maskfx.serve import messages
+    from maskfx.serve.logs import configure_logs
     from maskfx.serve.models.model import Made
     from maskfx.serve.models.pipeline_model import PipelineModel
     from maskfx.serve.request import Pictures, Request, RequestKind
 
+    configure_logs("warning")  # events of a server's operation are of no interest here
     told: queue.Queue[object] = queue.Queue()
     parameters = {"seed": secrets.randbits(31)} | dict(call.parameters)
     request = Request(id="edit", kind=RequestKind.EDIT, **parameters)

@@ -222,6 +222,7 @@ def edit(
         return edit_there(call, out, server, api_key)
     if api_key is not None:
         raise InputError("--api-key applies to a server; give --server too, or leave it out")
+    call.check()
     check_out(out)
     return edit_here(call, out, settled({"model": model, "quality": quality}, None, config))
 
