@@ -52,6 +52,13 @@ class Turns(Everything):
         return np.broadcast_to(turn, features.change.shape)
 
 
+class Nothing(Everything):
+    """Keeps all patches."""
+
+    def computes(self, features: PatchFeatures) -> Bools:
+        return np.zeros(features.change.shape, bool)
+
+
 def reuse(**settings: Any) -> Quality:
     every = settings.pop("every", 1)
     own = PatchReuse(**{"side": 2, "first": 2, "last": 1, **settings})
@@ -90,14 +97,17 @@ def share(pipe: Any) -> float:
 def test_everything_computed_is_the_dense_run_and_less_is_near_it(name: str) -> None:
     pipe = pipe_of(name)
     wanted = latents(plain(name), **call(name))
-    assert torch.equal(latents(pipe, **call(name), quality=reuse(threshold=0.0)), wanted)
+    found = latents(pipe, **call(name), quality=reuse(threshold=0.0))
+    assert distance(found, wanted) < 1e-5  # the module itself, whose bits depend on alignment
     assert share(pipe) == 1
     found = latents(pipe, **call(name), quality=reuse(judge=Everything()))
     assert distance(found, wanted) < 1e-4
     assert share(pipe) == 1
+    kept = latents(pipe, **call(name), quality=reuse(judge=Nothing(), age=STEPS))
+    none = share(pipe)
     found = latents(pipe, **call(name), quality=reuse(judge=Turns()))
-    assert 1e-4 < distance(found, wanted) < 0.3
-    assert share(pipe) < 0.9
+    assert 1e-4 < distance(found, wanted) < distance(kept, wanted)
+    assert none < share(pipe) < 0.9
 
 
 def test_a_call_without_that_quality_is_the_module_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,13 +241,13 @@ def test_patches_chosen_stretch_by_stretch_make_the_same_picture(name: str) -> N
     assert distance(found, wanted) < 1e-4
     assert share(pipe) == computed < 1
     dense = latents(plain(name), **call(name))
-    shares = []
-    for threshold in (1e-6, 0.2):
+    shares, errors = [], []
+    for threshold in (1e-6, 0.5):
         quality = reuse(threshold=threshold, order="stretch", sets="each", outputs="hold")
-        near = distance(latents(pipe, **call(name), quality=quality), dense)
+        errors.append(distance(latents(pipe, **call(name), quality=quality), dense))
         shares.append(share(pipe))
-        assert near < (1e-4 if threshold < 0.1 else 0.5)
     assert shares[0] == 1 > shares[1]
+    assert errors[0] < 1e-4 < errors[1]
 
 
 @pytest.mark.parametrize("name", [EDIT, pytest.param("StableDiffusionInpaintPipeline", marks=slow)])

@@ -22,7 +22,7 @@ from maskfx.ir.program import STRETCH, Interface
 from maskfx.ir.sources import Loaded
 from maskfx.ops import add_changes, wide
 from maskfx.runtime.sites.active import ActiveSites
-from maskfx.runtime.sites.patches import PatchGrid
+from maskfx.runtime.sites.patches import Ids, PatchGrid
 
 Group = tuple[str, ...]
 
@@ -38,12 +38,15 @@ class PatchChanges:
         stretches: The number of stretches.
         since_read: Whether changes are those since a stretch last read its input, compared while a
             step runs (`read_inputs.InputChanges`); then nothing is summed after the step.
+        owners: By stretch, the patch whose changes are each patch's: at levels whose sites cover
+            several patches, all of them change with the site. Stretches of other levels are absent.
     """
 
     patches: PatchGrid
     boundaries: Mapping[str, int]
     stretches: int
     since_read: bool = False
+    owners: dict[int, Ids] = field(default_factory=dict)
     _parts: list[tuple[ChangeSums, slice]] = field(default_factory=list, repr=False)
 
     def put(self, sums: ChangeSums, patches: slice) -> None:
@@ -59,10 +62,27 @@ class PatchChanges:
         Return None if no step was made since the last call. Row 0 is what follows the last stretch.
         """
         parts, self._parts = self._parts, []
+        if not parts:
+            return None
         if len(parts) > 1:
             whole = ChangeSums(torch.stack([one.sums[:, own] for one, own in parts]).sum(0))
-            return whole.relative
-        return parts[0][0].relative[:, parts[0][1]] if parts else None
+            found = whole.relative
+        else:
+            found = parts[0][0].relative[:, parts[0][1]]
+        if self.owners:
+            found = found.copy()
+            for stretch, owners in self.owners.items():
+                found[stretch] = found[stretch, owners]
+        return found
+
+    def note_level(self, tap: str, segments: Group, sites: ActiveSites) -> None:
+        """Note which patches share sites of the level of a tap between stretches."""
+        level = next((grid_level(segment) for segment in filter(is_image, segments)), None)
+        if level is None or len(self.patches.shape) != 2:
+            return
+        owners = self.patches.owners(sites.grid(level))
+        if (owners != np.arange(len(owners))).any():
+            self.owners[self.boundaries[tap]] = owners
 
 
 @dataclass(eq=False)

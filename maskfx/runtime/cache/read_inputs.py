@@ -106,7 +106,12 @@ class InputChanges:
             if table is not None and place.target.shape[0]:
                 old = kept.index_select(0, place.target)
                 meter.add(tap, segments, place, table, (old, place.of(new)))
-        return dict(zip(caches, meter.sums_at(stretch), strict=True))
+        found = dict(zip(caches, meter.sums_at(stretch), strict=True))
+        for number, cache in caches.items():
+            owners = None if cache.changes is None else cache.changes.owners.get(stretch)
+            if owners is not None:
+                found[number] = found[number][owners]
+        return found
 
 
 def relative(sums: Sums) -> Floats:

@@ -166,7 +166,11 @@ class RowBlock:
     def watch(self, cache: RollingCache, changes: PatchChanges) -> None:
         """Have the changes of a request's rows summed by patch at each step that replaces them."""
         sites = ActiveSites(self.interface.pyramid, cache.sizes, None)
-        groups = {self.group_of(self.interface.taps[tap].segments) for tap in changes.boundaries}
+        groups = set()
+        for tap in changes.boundaries:
+            segments = self.interface.taps[tap].segments
+            groups.add(self.group_of(segments))
+            changes.note_level(tap, segments, sites)
         for group in groups & cache.starts.keys():
             if group not in self.patch_of:
                 count = sum(stop - start for start, stop in self.empty[group])

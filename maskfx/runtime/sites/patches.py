@@ -76,6 +76,23 @@ class PatchGrid:
         x = np.minimum(np.arange(size[1]) * width // size[1], width - 1)
         return self.ids.reshape(self.shape)[y][:, x].reshape(-1)
 
+    def owners(self, size: tuple[int, int]) -> Ids:
+        """Return for each patch the one that `at` names for the site which covers its first site.
+
+        At a level whose sites cover several patches, only the first of these has a site.
+
+        Args:
+            size: The height and width of the level.
+        """
+        firsts = np.unique(self.ids, return_index=True)[1]
+        covered = [
+            np.searchsorted(np.arange(level) * whole // level, places, side="right") - 1
+            for level, whole, places in zip(
+                size, self.shape, np.divmod(firsts, self.shape[1]), strict=True
+            )
+        ]
+        return self.at(size).reshape(size)[covered[0], covered[1]]
+
     def mask(self, computed: NDArray[np.bool_]) -> Tensor:
         """Return the mask of the sites of these patches."""
         return torch.from_numpy(computed[self.ids]).view(self.shape)
