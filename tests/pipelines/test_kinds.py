@@ -7,7 +7,12 @@ import pytest
 import torch
 
 import maskfx
-import tests.factories.more_pipelines  # noqa: F401  (they enlist themselves)
+import tests.factories.dit_pipelines
+import tests.factories.edit_pipelines
+import tests.factories.late_pipelines
+import tests.factories.more_pipelines
+import tests.factories.staged_pipelines
+import tests.factories.unet_pipelines  # noqa: F401  (cases register themselves)
 from maskfx.pipelines.run import PipelineRun
 from maskfx.pipelines.template_key import TEMPLATE, recording_arguments, seeded_noise
 from tests.factories.pipelines import (
@@ -27,7 +32,20 @@ from tests.factories.pipelines import (
 
 pytestmark = pytest.mark.slow
 
-KINDS = list(PIPES)
+# calls of DiffEdit's own take no picture, only its latents
+KINDS = [
+    n for n in PIPES if PIPES[n].output == "latent" and PIPES[n].side <= 64 and "DiffEdit" not in n
+]
+DENSE = {  # a denoiser of theirs runs dense: docs/pipelines.md
+    "GlmImagePipeline",
+    "JoyImageEditPipeline",
+    "JoyImageEditPlusPipeline",
+    "KandinskyV22Img2ImgCombinedPipeline",
+    "KandinskyV22InpaintCombinedPipeline",
+    "StableDiffusion3PAGImg2ImgPipeline",
+}
+# after a call for latents, its attention processors stay in the UNet: other settings, other key
+ALTERED = {"StableDiffusionXLPAGInpaintPipeline"}
 MASKED = [n for n in KINDS if PIPES[n].edits in ("blend", "channels", "control")]
 TOLD = [n for n in KINDS if PIPES[n].edits == "channels"]
 FROM_NOTHING = [n for n in KINDS if PIPES[n].edits == "text"]
@@ -50,11 +68,17 @@ def test_a_full_mask_is_the_dense_run(name: str):
 
 @pytest.mark.parametrize("name", [n for n in KINDS if n not in MASKED])
 def test_calls_without_a_mask_have_the_original_bits(name: str):
-    found = latents(compiled(name), **call_of(PIPES[name]))
-    assert torch.equal(found, latents(plain(name), **call_of(PIPES[name])))
+    found = torch.as_tensor(latents(compiled(name), **call_of(PIPES[name])))
+    wanted, again = (
+        torch.as_tensor(latents(plain(name), **call_of(PIPES[name]))) for _ in range(2)
+    )
+    if torch.equal(wanted, again):
+        assert torch.equal(found, wanted)
+    else:  # the bits of the pipeline itself depend on where its tensors lie in memory
+        assert distance(found, wanted) < 1e-5
 
 
-@pytest.mark.parametrize("name", PICTURED)
+@pytest.mark.parametrize("name", [n for n in PICTURED if n not in DENSE | ALTERED])
 def test_an_edit_narrows_every_denoiser(name: str, monkeypatch: pytest.MonkeyPatch):
     kind, pipe = PIPES[name], anew(name)
     latents(pipe, **call_of(kind, 0, small(name)))
@@ -89,7 +113,7 @@ def test_without_any_mask_a_recording_is_of_the_mask_that_is_told(name: str, mon
     # with the recording's own prompt and noise an edit is the dense run
     given = call_of(kind, 0, small(name))
     shared = pipe._maskfx
-    own, _ = recording_arguments(shared.call, given, True)
+    own, _ = recording_arguments(shared.call, given, True, own_prompt=True)  # none has an encoder
     wanted = latents(plain(name), **{**own, "generator": seeded_noise(TEMPLATE)})
     steps.taken()
     assert distance(latents(pipe, **{**own, "generator": seeded_noise(TEMPLATE)}), wanted) < 1e-4
@@ -117,11 +141,12 @@ def test_strokes_of_one_pixel_change_the_picture_there(name: str):
     assert (done[inside] != old[inside]).any(-1).mean() > 0.5
 
 
-@pytest.mark.parametrize("name", FROM_NOTHING)
+@pytest.mark.parametrize("name", [n for n in FROM_NOTHING if n not in DENSE])
 def test_a_recorded_run_is_reproduced_by_an_edit_of_it(name: str, monkeypatch: Any):
     kind, pipe = PIPES[name], anew(name)
     wanted = latents(plain(name), **call_of(kind, 7))
     made = pipe(**call_of(kind, 7), record=True).template
+    latents(pipe, **call_of(kind, 9, small(name)), template=made)  # probes the denoiser's inputs
     steps = Steps(monkeypatch)
     found = latents(pipe, **call_of(kind, 7, small(name)), template=made)
     assert steps.kinds() == {"EditStep"}
@@ -136,8 +161,8 @@ def test_two_pictures_of_one_call(name: str):
     two = {"num_images_per_prompt": 2}
     try:
         wanted = latents(plain(name), **call_of(kind, 0, own), **two)
-    except RuntimeError:
-        pytest.skip("the pipeline itself doesn't repeat the embeddings that it is given")
+    except (RuntimeError, TypeError, ValueError):
+        pytest.skip("the pipeline itself makes no two pictures of what it is given")
     assert distance(latents(compiled(name), **call_of(kind, 0, mask), **two), wanted) < 1e-4
     if kind.edits != "text":
         done = compiled(name)(**call_of(kind, 0, small(name)), **two, output_type="np").images
