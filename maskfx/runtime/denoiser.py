@@ -286,8 +286,8 @@ class CompiledDenoiser:
 
     def refresh_if_overwritten(self) -> None:
         """Refresh if a few numbers of each weight show a change through `.data`."""
-        with self._lock:
-            if self._weights.overwritten():
+        if self._weights.overwritten():
+            with self._lock:
                 self.refresh()
 
     def save_programs(self, directory: Path) -> bool:

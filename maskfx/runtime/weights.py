@@ -114,13 +114,12 @@ class Weights:
         if self._look() != self._seen or self._look_at_buffers() != self._seen_buffers:
             self._samples = self._sampled = None
             return False
-        if self._samples is None:
-            self._samples = samples_of(
-                table.get(name) for table, name in (*self.slots, *self.buffers)
-            )
-        before = self._sampled
-        self._sampled = [as_bytes(torch.stack(few).view(torch.uint8)) for few in self._samples]
-        return before not in (None, self._sampled)
+        samples = self._samples or samples_of(
+            table.get(name) for table, name in (*self.slots, *self.buffers)
+        )
+        now = [as_bytes(torch.stack(few).view(torch.uint8)) for few in samples]
+        before, self._sampled, self._samples = self._sampled, now, samples
+        return before not in (None, now)
 
     def accept(self) -> None:
         """Accept the tensors' present addresses: the same numbers were moved."""
