@@ -87,8 +87,8 @@ def white(size: int = SIDE) -> Image.Image:
 def strokes(size: int = SIDE) -> Image.Image:
     """Lines of one pixel."""
     mask = np.zeros((size, size), np.uint8)
-    mask[5, 3:29] = 255
-    mask[3:29, 17] = 255
+    mask[5, 3 : min(29, size - 3)] = 255
+    mask[3 : min(29, size - 3), min(17, size // 2)] = 255
     return Image.fromarray(mask)
 
 

@@ -37,12 +37,14 @@ KINDS = [
     n for n in PIPES if PIPES[n].output == "latent" and PIPES[n].side <= 64 and "DiffEdit" not in n
 ]
 DENSE = {  # a denoiser of theirs runs dense: docs/pipelines.md
+    "Flux2KleinKVPipeline",
     "GlmImagePipeline",
     "JoyImageEditPipeline",
     "JoyImageEditPlusPipeline",
     "KandinskyV22Img2ImgCombinedPipeline",
     "KandinskyV22InpaintCombinedPipeline",
     "StableDiffusion3PAGImg2ImgPipeline",
+    "ZImageOmniPipeline",
 }
 # after a call for latents, its attention processors stay in the UNet: other settings, other key
 ALTERED = {"StableDiffusionXLPAGInpaintPipeline"}
