@@ -62,13 +62,43 @@ def join(pieces: list[Tensor], like: Tensor) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
+_holder = threading.local()
+
+
+@contextmanager
+def holding() -> Iterator[list[object]]:
+    """Collect the tables that this thread reads inside; a captured graph needs their memory."""
+    before, _holder.tables = getattr(_holder, "tables", None), []
+    try:
+        yield _holder.tables
+    finally:
+        _holder.tables = before
+
+
+def kept_table(make: Callable[Given, Table]) -> Callable[Given, Table]:
+    """Keep the tables that a function makes, by its arguments."""
+    kept = lru_cache(maxsize=TABLES)(make)
+
+    @wraps(make)
+    def found(*args: Given.args, **kwargs: Given.kwargs) -> Table:
+        table = kept(*args, **kwargs)
+        held = getattr(_holder, "tables", None)
+        if held is not None:
+            held.append(table)
+        return table
+
+    return found
+
+
 def numbers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copy a few Python numbers to a device without making the host wait."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a captured copy would read host memory that is used again")
     table = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)
 
 
-@lru_cache(maxsize=512)
+@kept_table
 def counts_on(device: torch.device, dtype: torch.dtype, *counts: int) -> Tensor:
     """Return the row counts of the requests as a tensor, the same in every layer and step."""
     return numbers(counts, dtype, device)

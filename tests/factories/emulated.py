@@ -6,11 +6,15 @@ one device, as on a GPU; anything else raises. Operators that would make the hos
 counted, and memory can be made to run out. Numbers are real, so that oracles hold on it.
 
 A tensor changes sides by DLPack, whose capsule says which device the memory belongs to.
+
+With `MASKFX_TEST_DEVICE=cuda` the tests of devices run on a GPU instead; those that count or force
+something on the emulated device are skipped there.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import traceback
 from collections.abc import Iterator
@@ -19,12 +23,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-NAME = "emu"
+NAME = os.environ.get("MASKFX_TEST_DEVICE", "emu")
+IS_EMULATED = NAME == "emu"
 CPU, EMULATED = 1, 12  # DLPack's numbers
 COPIES = ("_copy_from", "_copy_from_and_resize")
 # what gives the host a number, or a size that follows from numbers
@@ -202,9 +208,15 @@ def _watches() -> list[Watch]:
     return [watch for watch in STATE.watches if watch.thread == threading.get_ident()]
 
 
+def _needs_emulation() -> None:
+    if not IS_EMULATED:
+        pytest.skip(f"counts or forces something on the emulated device, and this is {NAME}")
+
+
 @contextmanager
 def watched() -> Iterator[Watch]:
     """Within, what operators of this thread do on the device is noted."""
+    _needs_emulation()
     watch = Watch()
     STATE.watches.append(watch)
     try:
@@ -216,6 +228,7 @@ def watched() -> Iterator[Watch]:
 @contextmanager
 def failing(fails: Any) -> Iterator[None]:
     """Within, `fails(operator, bytes of its result)` is called for each operator, and may raise."""
+    _needs_emulation()
     STATE.fails = fails
     try:
         yield
@@ -226,6 +239,7 @@ def failing(fails: Any) -> Iterator[None]:
 @contextmanager
 def without(*dtypes: torch.dtype) -> Iterator[None]:
     """Within, the device can't hold these types."""
+    _needs_emulation()
     STATE.refused = frozenset(dtypes)
     try:
         yield
@@ -275,4 +289,5 @@ def _install() -> None:
     _aten.impl("convolution_overrideable", convolution, "PrivateUse1")
 
 
-_install()
+if IS_EMULATED:
+    _install()

@@ -90,6 +90,8 @@ def attend(
         return out
     attention = product or torch_product()
     assert attention is not None, "serves() is asked first"
+    # versions of PyTorch before 2.13 can't be asked for shared keys, and the call fails
+    shared = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     mixed: Tensor = attention(
         query.contiguous(),
         key.contiguous(),
@@ -99,7 +101,7 @@ def attend(
         queries.longest,
         keys.longest,
         scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        **shared,
     )
     if queries.order is None:
         return mixed

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
@@ -308,6 +307,14 @@ def packet_name(node: fx.Node) -> str:
     return ""
 
 
+def size_at_capture(size: int | torch.SymInt) -> int:
+    """Return the number that a size had at capture; 1 if it depends on what a tensor holds."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    known = size.node._hint
+    return 1 if known is None else int(known)
+
+
 def stand_in(node: fx.Node) -> Any:
     """Return a node's value at capture as a meta tensor or a plain number.
 
@@ -317,10 +324,10 @@ def stand_in(node: fx.Node) -> Any:
     if value is None and node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(node.graph.owning_module)
     if isinstance(value, Tensor):
-        shape = [optimization_hint(size, fallback=1) for size in value.shape]
+        shape = [size_at_capture(size) for size in value.shape]
         return torch.empty(shape, dtype=value.dtype, device="meta")
     if isinstance(value, (torch.SymInt, int)):
-        return optimization_hint(value, fallback=1)
+        return size_at_capture(value)
     return value
 
 
