@@ -16,7 +16,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _FEW = 1 << 15  # copying fewer numbers than this costs less than two kernel calls
 
 
-def _attend(
+def attend_alike(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -131,7 +131,7 @@ attend = define(
     "attend(Tensor q, Tensor k, Tensor v, Tensor rest_k, Tensor rest_v, Tensor q_spans, "
     "Tensor k_spans, Tensor rest_spans, Tensor? bias, int bias_heads, bool pairwise, "
     "float? scale) -> Tensor",
-    _attend,
+    attend_alike,
     lambda q, k, v, *_, **__: q.new_empty(q.shape[0], q.shape[1], v.shape[2]),
 )
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Table = TypeVar("Table")
+TABLES = 512  # kept of each kind: those of a few batches' row sets
 
 _library = torch.library.Library("maskfx", "DEF")
 _plain: dict[str, Callable[..., Any]] = {}
@@ -75,13 +80,13 @@ def holding() -> Iterator[list[object]]:
         _holder.tables = before
 
 
-def kept_table(make: Callable[Given, Table]) -> Callable[Given, Table]:
+def kept_table(make: Callable[..., Table]) -> Callable[..., Table]:
     """Keep the tables that a function makes, by its arguments."""
     kept = lru_cache(maxsize=TABLES)(make)
 
     @wraps(make)
-    def found(*args: Given.args, **kwargs: Given.kwargs) -> Table:
-        table = kept(*args, **kwargs)
+    def found(*args: Hashable) -> Table:
+        table = kept(*args)
         held = getattr(_holder, "tables", None)
         if held is not None:
             held.append(table)

@@ -7,13 +7,13 @@ runners, loads in flight. Knows nothing of captures and of the callers that subm
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx import ops
@@ -30,7 +30,6 @@ from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member, in_batches
 from maskfx.runtime.batch.packed_keys import packed_inputs, with_packed
-from maskfx.runtime.batch.padding import PaddedFrame, can_pad
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.rolling import write_rows
 from maskfx.runtime.cpu_threads import settle
@@ -38,6 +37,7 @@ from maskfx.runtime.derived_weights import DerivedWeights
 from maskfx.runtime.fetch_ahead import FetchAhead
 from maskfx.runtime.lora.stacks import StackCache
 from maskfx.runtime.prefetch import Prefetcher, Stopwatch
+from maskfx.runtime.replays import Replays, has_known_sizes
 from maskfx.runtime.side_graphs import SideMemo, run_side
 from maskfx.runtime.sites.active import ActiveSitesCache
 from maskfx.runtime.sites.stretch_sites import StretchSites
@@ -50,8 +50,9 @@ from maskfx.runtime.unshared import run_shared
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
 
-# A program's code, whether it records, its late inputs, and those that it reads packed.
-RunnerKey = tuple[str, bool, frozenset[str], frozenset[str]]
+# A program's code, whether it records, its late inputs, those that it reads packed, and whether it
+# runs in pieces that are captured.
+RunnerKey = tuple[str, bool, frozenset[str], frozenset[str], bool]
 
 # Returns what runs a program's graph, or (if True) the one that records.
 GraphSource = Callable[[Program, bool], Run]
@@ -87,8 +88,7 @@ class BatchExecutor:
         self.runners: dict[RunnerKey, Run] = {}
         self.by_stretch = StretchSteps()
         self.loads = Prefetcher(self._frame, loader)
-        self.paddings: MutableMapping[Frame, PaddedFrame] = WeakIdKeyDictionary()
-        self._replayed: dict[str, bool] = {}  # whether the graph of a code is replayed
+        self.replays = Replays(settings, here=graphs is None)
         self.watch: Stopwatch | None = None
         self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
         self.derived = DerivedWeights()
@@ -137,7 +137,7 @@ class BatchExecutor:
         """Drop what runs the graphs of twins that no longer exist."""
         self.by_stretch.drop(self.twins.dropped)
         for code in self.twins.dropped:
-            self._replayed.pop(code, None)
+            self.replays.drop(code)
             for key in [key for key in self.runners if key[0] == code]:
                 del self.runners[key]
         self.twins.dropped.clear()
@@ -193,10 +193,13 @@ class BatchExecutor:
                 self.watch.stop()
             return result
         packed = self._packed(recording, frame, members)
+        found = self._replayed(program, recording, frame, members, packed)
+        if found is not None:
+            return found
         runner = self._runner(program, recording, frame, members, packed)
         with self.loads.step(program, frame, members) as loading:
             fetch = with_packed(frame, members, packed, frame.fetch(members, loading))
-            padded = self._padded(program, recording, frame)
+            padded = self.replays.padded(program, recording, frame)
             fetch = self._timed(fetch if padded is None else padded.fetch(fetch))
             if loading is None and frame.late(members):
                 waits = partial(frame.waits, members=members)
@@ -208,6 +211,22 @@ class BatchExecutor:
         if self.watch is not None:
             self.watch.stop()
         return result
+
+    def _replayed(
+        self,
+        program: Program,
+        recording: bool,
+        frame: Frame,
+        members: Sequence[Member],
+        packed: frozenset[str],
+    ) -> Any:
+        """Run the graph of a batch from a capture; None if it isn't captured, or may wait."""
+        waits = self.loads.loader is not None or self.watch is not None
+        if recording or waits or packed or frame.late(members):
+            return None
+        make = partial(self._runner, program, False, frame, members, packed, pieces=False)
+        copies = partial(frame.copies, members)
+        return self.replays.whole(program, frame, make, frame.fetch(members), copies)
 
     def prepared(
         self, program: Program, calls: Sequence[ValidatedCall]
@@ -239,7 +258,7 @@ class BatchExecutor:
         self.frames.clear()
         self.runners.clear()
         self.by_stretch.runners.clear()
-        self._replayed.clear()
+        self.replays.forget()
         self.sides.kept.clear()
         self.stacks.kept.clear()
         self.twins.forget()
@@ -310,23 +329,6 @@ class BatchExecutor:
             return made()
         return self.frames.find((program.code, sites, batches, device), made)
 
-    def _padded(self, program: Program, recording: bool, frame: Frame) -> PaddedFrame | None:
-        """Return the padding of a batch whose graph is replayed, if it can be."""
-        if recording or not self._replays(program):
-            return None
-        if frame not in self.paddings:
-            self.paddings[frame] = PaddedFrame(frame)
-        return self.paddings[frame]
-
-    def _replays(self, program: Program) -> bool:
-        """Return True if the graph of a program runs in pieces that CUDA graphs replay."""
-        if not self.settings.cuda_graphs or self.settings.inductor or self.graphs is not None:
-            return False
-        if program.code not in self._replayed:
-            known = has_known_sizes(program.module.graph)
-            self._replayed[program.code] = known and can_pad(program.interface)
-        return self._replayed[program.code]
-
     def _packed(self, recording: bool, frame: Frame, members: Sequence[Member]) -> frozenset[str]:
         """Return the inputs that kernels read as they are stored; a loader widens what it loads."""
         compiles = self.settings.inductor or self.graphs is not None
@@ -341,6 +343,7 @@ class BatchExecutor:
         frame: Frame,
         members: Sequence[Member],
         packed: frozenset[str],
+        pieces: bool = True,
     ) -> Run:
         """Return the callable that runs a program; recordings are rare and run eagerly.
 
@@ -348,10 +351,12 @@ class BatchExecutor:
         to arrive early compiles nothing.
         """
         late = frame.late(members)
-        for code, records, most, reads in self.runners:
-            if (code, records, reads) == (program.code, recording, packed) and late <= most:
-                return self.runners[code, records, most, reads]
-        key = (program.code, recording, late, packed)
+        pieces = pieces and not recording and self.replays.in_pieces(program)
+        for code, records, most, reads, cut in self.runners:
+            known = (code, records, reads, cut)
+            if known == (program.code, recording, packed, pieces) and late <= most:
+                return self.runners[code, records, most, reads, cut]
+        key = (program.code, recording, late, packed, pieces)
         if key not in self.runners:
             module = program.recording if recording else program.module
             if late:
@@ -368,7 +373,7 @@ class BatchExecutor:
 
                 example, waited = frame.inputs(members), self._waited(program, late)
                 self.runners[key] = compile_rows(program, module, self.settings, example, waited)
-            elif not recording and self._replays(program):
+            elif pieces:
                 from maskfx.runtime.backends.cuda_graphs import piecewise, recorder_on
 
                 waited, recorder = self._waited(program, late), recorder_on(frame.device)
@@ -384,11 +389,3 @@ class BatchExecutor:
             return late
         sources = program.interface.inputs.items()
         return late | {name for name, source in sources if isinstance(source, Cached)}
-
-
-def has_known_sizes(graph: fx.Graph) -> bool:
-    """Return True if all sizes follow from those of the inputs, as Inductor needs it.
-
-    The rows of an expert depend on data.
-    """
-    return not any(node.target in (ops.run_whole, ops.chosen) for node in graph.nodes)

@@ -24,9 +24,7 @@ CONFIGS: tuple[Config, ...] = (
     {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
     {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
     {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2},
-    {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2},
     {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2},
 )
 LOG2E = log2(EULER)
 

@@ -6,14 +6,13 @@ Knows nothing of Triton.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from maskfx.ops.base import numbers, ranges
-from maskfx.ops.kernels.launch import TABLES, Spans, count_rows, on_device, row_blocks
+from maskfx.ops.base import kept_table, numbers, ranges
+from maskfx.ops.kernels.launch import Spans, count_rows, on_device, row_blocks
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class AttendTables:
     most: int
 
 
-@lru_cache(maxsize=TABLES)
+@kept_table
 def attend_tables(
     q_spans: Spans,
     k_spans: Spans,
@@ -87,7 +86,7 @@ class SequenceTables:
     longest: int
 
 
-@lru_cache(maxsize=TABLES)
+@kept_table
 def sequence_tables(
     spans: Spans, rest_spans: Spans | None, rows: int, device: torch.device
 ) -> SequenceTables:

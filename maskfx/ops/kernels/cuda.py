@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maskfx.ops.attention import attend_alike
 from maskfx.ops.base import implement, plain_of
 from maskfx.ops.kernels import varlen
-from maskfx.ops.kernels.serves import KINDS, Result, attempt, serves
+from maskfx.ops.kernels.serves import KINDS, Result, attempt, interpreted, serves
+from maskfx.ops.kernels.tuning import bucket, configured
+
+FEW = 4  # requests; more than these are seldom alike
 
 
 def window_product(
@@ -175,34 +179,44 @@ def attend(
     pairwise: bool,
     scale: float | None,
 ) -> Tensor:
-    """Attend by PyTorch's attention over sequences, by the kernel, or request by request.
+    """Attend by the kernel, or by PyTorch's attention over sequences or over alike requests.
 
-    One source of keys whose rows lie request by request needs no kernel of this package. The kernel
-    serves two sources, rows in several segments, and masks, without copying rows.
+    The kernel serves two sources of keys, rows in several segments, and masks, without copying
+    rows; PyTorch's attentions are quicker where the copies are cheap. The fastest is chosen for
+    each bucket of shapes, as the configurations of kernels are.
     """
     spans = (q_spans, k_spans, rest_spans)
-    args = (q, k, v, rest_k, rest_v, *spans, bias, bias_heads, pairwise, scale)
-    bare = bias is None and varlen.serves(q, k, v)
+    deepest = max(q.shape[2], v.shape[2])
 
-    def by_sequences() -> Tensor:
+    def over_alike() -> Tensor:
+        return attend_alike(q, k, v, rest_k, rest_v, *spans, bias, bias_heads, pairwise, scale)
+
+    def over_sequences() -> Tensor:
         return varlen.attend(q, k, v, rest_k, rest_v, *spans, scale)
 
     def kernel() -> Tensor:
         from maskfx.ops.kernels.attend import Rest, attend
 
-        return attend(q, k, v, Rest(rest_k), Rest(rest_v), *args[5:])
+        return attend(
+            q, k, v, Rest(rest_k), Rest(rest_v), *spans, bias, bias_heads, pairwise, scale
+        )
 
-    key = (q.dtype, *q.shape[1:], *v.shape[1:], bias is not None)
+    ways: list[Callable[[], Tensor]] = []
+    if serves(q, k, v, rest_k, rest_v) and deepest <= varlen.DEEPEST:
+        ways.append(kernel)
+    if bias is None and varlen.serves(q, k, v):
+        ways.append(over_sequences)
+    if not (ways and interpreted()):
+        ways.insert(0 if len(q_spans) <= FEW else len(ways), over_alike)
+    keys = bucket(len(k) + len(rest_k))
+    kind = (str(q.dtype), *q.shape[1:], k.shape[1], v.shape[2], bias is not None)
+    shape = (*kind, bucket(len(q)), keys, bucket(len(q_spans)), len(ways))
     with torch.cuda.device_of(q):
-        if bare and varlen.in_order(q, k, *spans):
-            found = attempt(("varlen", *key), by_sequences)
-            if found is not None:
-                return found
-        if serves(q, k, v, rest_k, rest_v) and max(q.shape[2], v.shape[2]) <= varlen.DEEPEST:
-            found = attempt(("attend", *key), kernel)
-            if found is not None:
-                return found
-    return _run("attend", bare, by_sequences, args, "varlen", *key)
+        configs = [{"WAY": number} for number in range(len(ways))]
+        chosen = configured(q.device, "attention", shape, configs, lambda c: ways[c["WAY"]]())
+        way = ways[chosen["WAY"]]
+        found = None if way is over_alike else attempt((way.__name__, *kind), way)
+    return over_alike() if found is None else found
 
 
 def attend_packed(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from maskfx.ops.base import numbers, ranges
+from maskfx.ops.base import kept_table, numbers, ranges
 from maskfx.ops.kernels.serves import interpreted
 
 Spans = tuple[tuple[int, ...], ...]
-TABLES = 512  # kept: those of a few batches' row sets
 
 
 def power(number: int, least: int = 16) -> int:
@@ -37,7 +35,7 @@ def needs_wide_products(dtype: torch.dtype) -> bool:
     return interpreted() and dtype == torch.bfloat16
 
 
-@lru_cache(maxsize=TABLES)
+@kept_table
 def row_blocks(spans: Spans, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the blocks of each request's rows, and where each request's blocks end.
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskfx.ops.kernels.launch import TABLES, Spans, blocks, needs_wide_products, on_device, power
+from maskfx.ops.base import kept_table
+from maskfx.ops.kernels.launch import Spans, blocks, needs_wide_products, on_device, power
 from maskfx.ops.kernels.tuning import Config, bucket, configured
 
 RANKS = 128  # of a group, at most
@@ -98,7 +99,7 @@ def widen_kernel(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
-@lru_cache(maxsize=TABLES)
+@kept_table
 def group_blocks(groups: Spans, rows: int, size: int, device: torch.device) -> Tensor:
     """Return (blocks, 4): first row, end, first rank and end of ranks, covering all rows."""
     found: list[list[int]] = []

@@ -1,13 +1,17 @@
-"""Gathers rows from two sources without joining them first, and scatters rows in place."""
+"""Gathers rows of two sources, scatters rows in place, and copies those of many tensors at once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from maskfx.ops.base import numbers
 from maskfx.ops.kernels.launch import blocks
 from maskfx.ops.kernels.tuning import Config, bucket, configured
 
@@ -98,3 +102,74 @@ def _put(target: Tensor, index: Tensor, rows: Tensor, config: Config) -> None:
     count, width = len(rows), rows[0].numel()
     grid = (blocks(count, config["BLOCK_M"]), blocks(width, config["BLOCK_C"]))
     put_kernel[grid](target, index, rows, count, width, **config)
+
+
+LINES, WORDS = 8, 256  # of a block of `copy_kernel`
+WORD = 8  # bytes
+ALIGNED = 16  # bytes: of the first row and of a row's length
+
+
+@triton.jit
+def copy_kernel(jobs, first_blocks, table, LINES: tl.constexpr, WORDS: tl.constexpr):
+    """Copy the rows of many tensors; addresses of rows are numbers in a table."""
+    job = tl.load(table + tl.program_id(0)).to(tl.int64)
+    line = (tl.program_id(0) - tl.load(first_blocks + job)) * LINES + tl.arange(0, LINES)
+    about = jobs + job * 5
+    source = tl.multiple_of(tl.load(about), 16).to(tl.pointer_type(tl.int64))
+    index = tl.load(about + 1).to(tl.pointer_type(tl.int64))
+    target = tl.multiple_of(tl.load(about + 2), 16).to(tl.pointer_type(tl.int64))
+    count, width = tl.load(about + 3), tl.multiple_of(tl.load(about + 4), 2)
+    live = line < count
+    place = tl.load(index + line, mask=live, other=0)
+    for start in range(0, width, WORDS):
+        at = start + tl.arange(0, WORDS)
+        inside = live[:, None] & (at < width)[None, :]
+        found = tl.load(source + place[:, None] * width + at[None, :], mask=inside, other=0)
+        tl.store(target + line.to(tl.int64)[:, None] * width + at[None, :], found, mask=inside)
+
+
+class RowCopies:
+    """Copies chosen rows of many tensors to fixed places, in one launch for all.
+
+    Args:
+        targets: Where the rows go, (rows, ...) each.
+    """
+
+    def __init__(self, targets: Sequence[Tensor]) -> None:
+        self.targets = targets
+        self._fixed = [(t.data_ptr(), len(t), words(t)) for t in targets]
+        counts = [blocks(len(target), LINES) for target in targets]
+        owners = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        firsts = torch.tensor([0, *accumulate(counts)][:-1])
+        device = targets[0].device
+        self._table, self._firsts = (x.to(device, torch.int32) for x in (owners, firsts))
+
+    def run(self, sources: Sequence[tuple[int, Tensor]]) -> None:
+        """Copy rows of the tensors at these addresses, each with the indices of its rows."""
+        jobs = [
+            (source, index.data_ptr(), *fixed)
+            for (source, index), fixed in zip(sources, self._fixed, strict=True)
+        ]
+        device = self._table.device
+        table = numbers(jobs, torch.int64, device)
+        with torch.cuda.device_of(table):
+            copy_kernel[(len(self._table),)](
+                table, self._firsts, self._table, LINES=LINES, WORDS=WORDS
+            )
+
+
+def words(rows: Tensor) -> int:
+    """Return the length of a row in words."""
+    return rows[0].numel() * rows.element_size() // WORD
+
+
+def can_copy(source: Tensor, target: Tensor) -> bool:
+    """Return True if `RowCopies` copies rows of a (batch, sites, ...) tensor to a target."""
+    each = target.stride(0) * target.element_size()
+    return (
+        source.dtype == target.dtype
+        and source.shape[2:] == target.shape[1:]
+        and source.is_contiguous()
+        and each % ALIGNED == 0
+        and source.data_ptr() % ALIGNED == 0
+    )

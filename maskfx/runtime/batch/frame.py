@@ -109,6 +109,13 @@ class Frame:
             loading.take(name) if name in loading else self._input(name, sources[name], members)
         )
 
+    def copies(self, members: Sequence[Member], name: str) -> list[tuple[Tensor, Tensor]] | None:
+        """Return what an input's cached rows are copied from; None for other inputs."""
+        source = self.interface.inputs[name]
+        if not isinstance(source, Cached):
+            return None
+        return self._rows.copies(source, partial(self._picks_of, name, source), members)
+
     def jobs(self, members: Sequence[Member], names: Iterable[str]) -> list[LoadJob]:
         """Return load jobs for the cached rows among these inputs.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -19,7 +19,8 @@ from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.rows import index_rows
 from maskfx.runtime.cache.places import Picks
-from maskfx.runtime.cache.rows import Rows, RowSubset, RowTables, pick
+from maskfx.runtime.cache.quantize import Packed
+from maskfx.runtime.cache.rows import InterpolatedRows, Rows, RowSubset, RowTables, pick
 from maskfx.runtime.cache.shared_rows import SharedRows, shared_rows
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.devices import moved, read_here
@@ -69,13 +70,7 @@ class RecordedRows:
                 return moved(take(read_here(buffer), places), self.device)
             return self._nothing(tap)
         out = []
-        for member, index in zip(members, picks(), strict=True):
-            if member.cache is None or not len(index):  # the cache may lack the tap
-                continue
-            kept = self.of(member.cache, tap)
-            held = kept.rows if isinstance(kept, RowSubset) else kept
-            if isinstance(kept, RowSubset):
-                index = self.tables.places(kept, index)
+        for held, index in self._held(tap, picks, members):
             if isinstance(held, Tensor):
                 index = self.tables.on(index, held.device)
                 out += [moved(take(rows, index), self.device) for rows in read_here(held)]
@@ -84,6 +79,39 @@ class RecordedRows:
         if not out:
             return self._nothing(tap)
         return out[0] if len(out) == 1 else torch.cat(out)
+
+    def copies(
+        self, source: Cached, picks: Picks, members: Sequence[Member]
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """Return what `pick` copies: (batch, sites, ...) rows and the sites read, on the device.
+
+        None if it does more than to copy rows of this device.
+        """
+        shared = self.shared(source, picks, members)
+        if shared is not None:
+            found = [(shared[0][None], shared[1])]
+        else:
+            found = []
+            for held, index in self._held(source.tap, picks, members):
+                if not isinstance(held, Tensor):
+                    return None
+                found.append((held, index))
+        if any(held.device != self.device or not held.is_contiguous() for held, _ in found):
+            return None
+        return [(read_here(held), self.tables.on(index, self.device)) for held, index in found]
+
+    def _held(
+        self, tap: str, picks: Picks, members: Sequence[Member]
+    ) -> Iterator[tuple[Tensor | Packed | InterpolatedRows, Tensor]]:
+        """Yield the rows that members with any hold, and the places among them that are read."""
+        for member, index in zip(members, picks(), strict=True):
+            if member.cache is None or not len(index):  # the cache may lack the tap
+                continue
+            kept = self.of(member.cache, tap)
+            if isinstance(kept, RowSubset):
+                yield kept.rows, self.tables.places(kept, index)
+            else:
+                yield kept, index
 
     def shared(
         self, source: Cached, picks: Picks, members: Sequence[Member]
@@ -114,8 +142,9 @@ class RecordedRows:
         key = (segments, kind.stats)
         if key not in self._stacks:
             parts = [self._rest_stats(key, members, i) for i in range(len(members))]
-            self._stacks[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._stacks[key][:, self.interface.stats_index(tap)].contiguous()
+            stack = parts[0] if len(parts) == 1 else torch.cat(parts)
+            self._stacks[key] = stack.transpose(0, 1).contiguous()
+        return self._stacks[key][self.interface.stats_index(tap)]
 
     def _rest_stats(
         self, key: tuple[tuple[str, ...], int], members: Sequence[Member], number: int

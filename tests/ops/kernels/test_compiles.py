@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ KERNELS = {
     "norms": ("moments_kernel", "merge_kernel", "apply_kernel"),
     "pointwise": ("gated_kernel", "owner_kernel"),
     "low_rank": ("narrow_kernel", "widen_kernel"),
-    "rows": ("pick_kernel", "put_kernel"),
+    "rows": ("pick_kernel", "put_kernel", "copy_kernel"),
 }
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
@@ -84,18 +84,22 @@ def in_dtype(values: tuple[Any, ...], dtype: torch.dtype) -> list[Any]:
 def test_every_kernel_compiles(dtype: torch.dtype, compiled: list[str]) -> None:
     from maskfx.ops.kernels import attend as attention_kernel
     from maskfx.ops.kernels import low_rank, norms
+    from maskfx.ops.kernels import window_product as windows
     from maskfx.ops.kernels.pointwise import add_gated, gated, modulate
-    from maskfx.ops.kernels.rows import pick_rows, put_rows
-    from maskfx.ops.kernels.window_product import window_product
+    from maskfx.ops.kernels.rows import RowCopies, pick_rows, put_rows
 
     attend: Any = attention_kernel.attend
     group_scale: Any = norms.group_scale
     add_low_rank: Any = low_rank.add_low_rank
     Rest = attention_kernel.Rest
     own: dict[str, Any] = {name: in_dtype(values, dtype) for name, values in arguments().items()}
-    window_product(*own["window_product"])
+    rows, _, table, weight, _, _ = own["window_product"]
+    out, launch = rows.new_empty(len(table), len(weight)), cast(Any, windows._launch)
+    launch(*own["window_product"][:5], out, "silu", windows.CONFIGS[0])
     pick_rows(*own["gather"])
     put_rows(own["gather"][0], torch.tensor([0, 1]), own["gather"][0][:2].float())
+    target = torch.zeros(2, 16, dtype=dtype)
+    RowCopies([target]).run([(target.data_ptr(), torch.tensor([0, 1]))])
     run(
         group_scale, *own["group_scale"][:1], own["group_scale"][1].float(), *own["group_scale"][2:]
     )

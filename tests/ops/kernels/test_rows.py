@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from maskfx.ops.base import plain_of
@@ -42,3 +43,35 @@ def test_rows_are_written_where_they_belong(dtype: torch.dtype) -> None:
     assert torch.equal(target, wanted)
     put_rows(target, index[:0], rows[:0])
     assert torch.equal(target, wanted)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_many_tensors_are_copied_in_one_launch(seed: int) -> None:
+    from maskfx.ops.kernels.rows import RowCopies, can_copy
+
+    draw = Draw(seed)
+    sources, indices, targets = [], [], []
+    for _ in range(draw.size(2, 5)):
+        rows, width = draw.size(3, 40), 8 * draw.size(1, 90)
+        sources.append(draw.values(rows, width, dtype=torch.float16))
+        indices.append(draw.index(draw.size(1, 30), rows))
+        targets.append(draw.values(len(indices[-1]), width, dtype=torch.float16))
+    assert all(can_copy(s[None], t) for s, t in zip(sources, targets, strict=True))
+    copies = RowCopies(targets)
+    for _ in range(2):
+        for target in targets:
+            target.fill_(float("nan"))
+        copies.run([(s.data_ptr(), i) for s, i in zip(sources, indices, strict=True)])
+        for source, index, target in zip(sources, indices, targets, strict=True):
+            assert torch.equal(target, source[index])
+        indices = [i.flip(0) for i in indices]
+
+
+def test_rows_that_are_not_copied_by_address() -> None:
+    from maskfx.ops.kernels.rows import can_copy
+
+    draw = Draw(0)
+    wide = draw.values(1, 6, 16)
+    assert not can_copy(wide, draw.values(2, 3))
+    assert not can_copy(wide[..., :3], draw.values(2, 3))
+    assert not can_copy(wide.half(), draw.values(2, 16))

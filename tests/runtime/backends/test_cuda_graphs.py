@@ -88,10 +88,10 @@ def test_padded_pieces_equal_the_whole() -> None:
     for step in steps:  # alone too
         assert_same(pieces.edit([step]), plain.edit([step]))
     executor = pieces._executor
-    assert len(executor.paddings)
+    assert len(executor.replays.paddings)
     executor.frames.clear()
     gc.collect()
-    assert not len(executor.paddings), "paddings keep no frame"
+    assert not len(executor.replays.paddings), "paddings keep no frame"
 
 
 def test_captured_pieces_equal_the_whole(recorder: RerunRecorder) -> None:

@@ -1,0 +1,93 @@
+"""Replays: whether a program's graph is replayed from CUDA graphs, whole or in padded pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from torch import fx
+from torch.utils.weak import WeakIdKeyDictionary
+
+from maskfx import ops
+from maskfx.config import Settings
+from maskfx.ir.program import Program
+from maskfx.runtime.backends.graph_function import Fetch, Run
+from maskfx.runtime.backends.whole_steps import Copies, Graph, WholeSteps
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.padding import PaddedFrame, can_pad
+
+
+class Replays:
+    """What one denoiser replays.
+
+    A layout that comes again is captured whole. Others run in padded pieces, whose captures serve
+    all layouts of a size; Inductor's code isn't cut, and runs as it is.
+
+    Args:
+        settings: How the denoiser was compiled.
+        here: Whether its graphs run in this process.
+    """
+
+    def __init__(self, settings: Settings, here: bool) -> None:
+        self.pieces = settings.cuda_graphs and here and not settings.inductor
+        self._on = settings.cuda_graphs and here
+        self.paddings: MutableMapping[Frame, PaddedFrame] = WeakIdKeyDictionary()
+        self._known: dict[str, bool] = {}
+        self._whole: WholeSteps | None = None
+
+    def replayed(self, program: Program) -> bool:
+        """Return True if the graph of a program can be replayed."""
+        if not self._on:
+            return False
+        if program.code not in self._known:
+            known = has_known_sizes(program.module.graph)
+            self._known[program.code] = known and can_pad(program.interface)
+        return self._known[program.code]
+
+    def in_pieces(self, program: Program) -> bool:
+        """Return True if the graph of a program runs in pieces that CUDA graphs replay."""
+        return self.pieces and self.replayed(program)
+
+    def padded(self, program: Program, recording: bool, frame: Frame) -> PaddedFrame | None:
+        """Return the padding of a batch whose graph is replayed in pieces."""
+        if recording or not self.in_pieces(program):
+            return None
+        if frame not in self.paddings:
+            self.paddings[frame] = PaddedFrame(frame)
+        return self.paddings[frame]
+
+    def whole(
+        self, program: Program, frame: Frame, make: Callable[[], Run], fetch: Fetch, copies: Copies
+    ) -> Any:
+        """Run a program's graph from a capture; return None if it isn't captured."""
+        if not self.replayed(program):
+            return None
+        if self._whole is None:
+            from maskfx.runtime.backends import cuda_graphs
+
+            recorder = cuda_graphs.recorder_on(frame.device)
+            if recorder is None:
+                return None
+            self._whole = WholeSteps(recorder)
+        sources = program.interface.inputs.items()
+        host = frozenset(name for name, source in sources if frame.layout.on_host(source))
+        graph = Graph(program.code, make, tuple(program.interface.inputs), host)
+        return self._whole.run(frame, graph, fetch, copies)
+
+    def drop(self, code: str) -> None:
+        """Drop what is known of a program that no longer exists."""
+        self._known.pop(code, None)
+
+    def forget(self) -> None:
+        """Drop all captures; the programs they belong to are gone."""
+        self._known.clear()
+        if self._whole is not None:
+            self._whole.forget()
+
+
+def has_known_sizes(graph: fx.Graph) -> bool:
+    """Return True if all sizes follow from those of the inputs, as Inductor needs it.
+
+    The rows of an expert depend on data.
+    """
+    return not any(node.target in (ops.run_whole, ops.chosen) for node in graph.nodes)

@@ -1,0 +1,129 @@
+"""Steps captured whole equal those that aren't; a recorder that calls again takes CUDA's place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import maskfx
+from maskfx.runtime.backends import cuda_graphs, whole_steps
+from tests.factories import masks
+from tests.factories.zoo import ZOO
+from tests.passes.test_fuse_kernels import Blocks
+from tests.passes.tools import shared, timed
+from tests.runtime.backends.test_cuda_graphs import RerunRecorder, assert_same, steps_of
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> RerunRecorder:
+    found = RerunRecorder()
+    monkeypatch.setattr(cuda_graphs, "recorder_on", lambda device: found)
+    return found
+
+
+def both() -> tuple[Any, Any]:
+    plain, replayed = (maskfx.compile(shared(Blocks), cuda_graphs=on) for on in (False, True))
+    return plain, replayed
+
+
+def changed(steps: list[Any], by: float) -> list[Any]:
+    return [
+        maskfx.EditStep(
+            {**step.inputs, "sample": step.inputs["sample"] + by},
+            step.mask,
+            step.cache,
+            any_step=True,
+        )
+        for step in steps
+    ]
+
+
+def captures(denoiser: Any) -> int:
+    whole = denoiser._executor.replays._whole
+    return 0 if whole is None else len(whole._kept)
+
+
+@pytest.mark.parametrize("kinds", [("random",), ("random", "stroke"), ("full", "border")])
+def test_a_layout_that_comes_again_is_captured_whole(
+    recorder: RerunRecorder, kinds: tuple[str, ...]
+) -> None:
+    plain, replayed = both()
+    steps = steps_of(plain, 3, kinds=kinds)
+    for number in range(5):
+        given = changed(steps, 0.1 * number)
+        assert_same(replayed.edit(given), plain.edit(given))
+        assert captures(replayed) == (number > 0)
+    before = recorder.captures
+    assert_same(replayed.edit(steps), plain.edit(steps))
+    assert recorder.captures == before
+
+
+def test_other_recordings_and_masks_are_read_as_they_are(recorder: RerunRecorder) -> None:
+    plain, replayed = both()
+    steps = steps_of(plain, 0, kinds=("random", "random"))
+    for _ in range(3):
+        assert_same(replayed.edit(steps), plain.edit(steps))
+    for seed in (20, 30):  # the captured masks over other pictures
+        for own, step in enumerate(steps):
+            _, kept = plain.record(**timed(seed + own))
+            other = [maskfx.EditStep(timed(seed + own), step.mask, kept, any_step=True)]
+            for _ in range(3):
+                assert_same(replayed.edit(other), plain.edit(other))
+    assert captures(replayed) >= 2
+
+
+def test_results_are_not_written_by_later_steps(recorder: RerunRecorder) -> None:
+    plain, replayed = both()
+    steps = steps_of(plain, 5, kinds=("stroke",))
+    found = [replayed.edit(changed(steps, 0.1 * n)) for n in range(5)]
+    for number, own in enumerate(found):
+        assert_same(own, plain.edit(changed(steps, 0.1 * number)))
+
+
+def test_what_cannot_be_captured_runs_as_before(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing:
+        def capture(self, run: Any) -> Any:
+            raise torch.OutOfMemoryError("no memory for a capture")
+
+    monkeypatch.setattr(cuda_graphs, "recorder_on", lambda device: Failing())
+    plain, replayed = both()
+    executor = replayed._executor
+    monkeypatch.setattr(executor.replays, "pieces", False)
+    steps = steps_of(plain, 7, kinds=("random",))
+    for _ in range(4):
+        assert_same(replayed.edit(steps), plain.edit(steps))
+    assert caplog.text.count("isn't captured") == 1
+
+
+def test_captures_are_bounded(recorder: RerunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, replayed = both()
+    for seed in range(whole_steps.KEPT + 3):
+        steps = steps_of(plain, seed, kinds=("random",))
+        for _ in range(2):
+            replayed.edit(steps)
+    assert captures(replayed) == whole_steps.KEPT
+    replayed._executor.forget()
+    assert captures(replayed) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["FluxTransformer2DModel", "SD3Transformer2DModel-sd35", "UNet2DConditionModel-sdxl"]
+)
+def test_families(name: str, recorder: RerunRecorder) -> None:
+    case = ZOO[name]
+    module = case.build()
+    plain, replayed = (maskfx.compile(module, cuda_graphs=on) for on in (False, True))
+    steps = []
+    for seed, size in enumerate(case.sizes[:2]):
+        _, kept = plain.record(**case.inputs(size, seed))
+        mask = masks.random(case.mask_shape(size), seed)
+        steps.append(maskfx.EditStep(case.inputs(size, seed + 5), mask, kept, any_step=True))
+    wanted = plain.edit(steps)
+    for _ in range(3):
+        assert_same(replayed.edit(steps), wanted)
+    assert captures(replayed) == 1
