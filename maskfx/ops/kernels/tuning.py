@@ -47,7 +47,7 @@ class Tuner:
     def __init__(self, path: Path | None, measure: Measure) -> None:
         self.path, self.measure = path, measure
         self._chosen: dict[str, Config] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is measured may be tuned itself
 
     def choose(
         self,

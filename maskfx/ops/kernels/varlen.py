@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from maskfx.ops.kernels.attend_tables import SequenceTables, sequence_tables
-from maskfx.ops.kernels.launch import count_rows, spans_of
+from maskfx.ops.kernels.launch import spans_of
 
 DEEPEST = 256  # features of a head
 HALF = (torch.float16, torch.bfloat16)
@@ -54,13 +54,6 @@ def tables(
     queries = sequence_tables(spans_of(q_spans), None, len(q), q.device)
     keys = sequence_tables(spans_of(k_spans), spans_of(rest_spans), len(k), q.device)
     return queries, keys
-
-
-def in_order(q: Tensor, k: Tensor, q_spans: Tensor, k_spans: Tensor, rest_spans: Tensor) -> bool:
-    """Return True if no row has to be copied: fresh keys alone, all rows request by request."""
-    if any(count_rows(spans_of(rest_spans))):
-        return False  # and the tables, one entry per key, aren't made
-    return all(own.order is None for own in tables(q, k, q_spans, k_spans, rest_spans))
 
 
 def attend(

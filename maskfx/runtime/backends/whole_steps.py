@@ -162,6 +162,7 @@ class WholeSteps:
             found = copied_rows(copies(name), inputs[name]) if name not in graph.host else []
             if found:
                 copied.append(name)
+                del last[name]
                 targets += found
         rows = None
         if targets:
