@@ -2,8 +2,8 @@
 
 Checks the oracle in fp32, bf16 and fp16, checks and measures the operators that have kernels, and
 then measures denoisers of real depth and width with random weights: edits against the module as
-diffusers runs it and as torch.compile runs it, the host's share of a step, loads from host memory,
-FLOPs against the device's own peak, and memory.
+diffusers runs it, as one CUDA graph, and as one with compiled blocks, the host's share of a step,
+loads from host memory, FLOPs against the device's own peak, and memory.
 
 Each part is written to the result when it ends, and parts that are there for the same commit and
 device are skipped, so a run can be cut into pieces: `--seconds 420` begins no part after that time.
@@ -33,6 +33,7 @@ from bench import harness, kernels, masks, shapes
 from bench.harness import Figure, alternate, count_flops, figure, ratio
 from bench.shapes import Inputs, Shape
 from maskfx import EditStep, Loader, StepCache
+from maskfx.runtime.backends.cuda_graphs import CudaRecorder
 from maskfx.runtime.cache.movers import DeviceMover, HostMover
 from maskfx.runtime.cache.step_cache import with_tensors
 
@@ -182,36 +183,74 @@ def widened(value: Tensor) -> Tensor:
 
 
 def speed(
-    shape: Shape, device: torch.device, dtype: torch.dtype, count: int, rounds: int
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    count: int,
+    rounds: int,
+    inductor: bool = False,
 ) -> dict[str, Any]:
     """Edits of each mask ratio in a batch, against the module on as many samples."""
     bench = Bench(shape, device, dtype)
-    dense = bench.together(count)
-    compiled = torch.compile(bench.module, mode="max-autotune-no-cudagraphs", dynamic=False)
-    sides: dict[str, Callable[[], Any]] = {
-        "dense": partial(bench.module, **dense),
-        "dense, torch.compile": partial(compiled, **dense),
-    }
+    replayed = maskfx.compile(bench.module, cuda_graphs=True)
     measured: dict[str, Any] = {}
     asked = ASKED.get(shape.name, {})
+    sides, failed_sides = dense_sides(bench, count)
     for share in RATIOS:
         steps = bench.edits(share, count)
         runs: dict[str, Callable[[], Any]] = {
             **sides,
             "edit": partial(bench.eager.edit, steps),
-            "edit, Inductor": partial(bench.compiled.edit, steps),
+            "edit, CUDA graph": partial(replayed.edit, steps),
         }
-        working, failed = {}, {}
+        if inductor:
+            runs["edit, Inductor"] = partial(bench.compiled.edit, steps)
+        working, failed = {}, dict(failed_sides)
         with torch.no_grad():
             for name, run in runs.items():
                 try:
-                    synchronized(run, device)(0)
+                    for _ in range(3):  # kernels are tuned, and the second run is captured
+                        synchronized(run, device)(0)
                     working[name] = synchronized(run, device)
                 except Exception as error:  # noted; the other sides go on
                     failed[name] = harness.describe(error)
             seconds = alternate(working, rounds)
         measured[f"{share:g}"] = compared(seconds, failed, asked.get(share))
     return {"samples": count, "masks": measured}
+
+
+def dense_sides(bench: Bench, count: int) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """Return the module as it is, as one CUDA graph, and as one with compiled blocks."""
+    given = bench.together(count)
+    other = build(bench.shape, bench.device, bench.dtype)  # compiled blocks stay compiled
+    sides: dict[str, Callable[[], Any]] = {"dense": partial(bench.module, **given)}
+    failed: dict[str, str] = {}
+    with torch.no_grad():
+        for name, module in (
+            ("dense, CUDA graph", bench.module),
+            ("dense, compiled blocks, CUDA graph", other),
+        ):
+            try:
+                if module is other:
+                    compile_blocks: Any = other.compile_repeated_blocks
+                    compile_blocks(dynamic=False)
+                sides[name] = graphed(partial(module, **given), bench.device)
+            except Exception as error:  # noted; the other sides go on
+                failed[name] = harness.describe(error)
+    return sides, failed
+
+
+def graphed(run: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """A call captured as one CUDA graph; on a CPU the call itself."""
+    if device.type != "cuda":
+        return run
+    results, replay = CudaRecorder(device).capture(lambda: list(run()))
+
+    def again() -> Any:
+        replay()
+        return results
+
+    return again
 
 
 def compared(
@@ -355,12 +394,12 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[
     if options.small:
         large, dtype = [shapes.choose(name, True) for name in ("a", "c")], torch.float32
     else:
-        large, dtype = list(shapes.FULL_DEPTH), torch.bfloat16
+        large, dtype = [shapes.SHORT_FLUX, *shapes.FULL_DEPTH], torch.bfloat16
     for shape in large:
         for count in BATCHES:
             yield (
                 f"speed {shape.name} {count}",
-                partial(speed, shape, device, dtype, count, options.rounds),
+                partial(speed, shape, device, dtype, count, options.rounds, options.inductor),
             )
         yield f"trace {shape.name}", partial(trace, shape, device, dtype, options.rounds)
         yield f"loads {shape.name}", partial(loads, shape, device, dtype, options.rounds)
@@ -419,6 +458,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--only", nargs="*", default=[], help="parts whose names contain these")
+    parser.add_argument("--inductor", action="store_true", help="measure Inductor's edits too")
     parser.add_argument("--again", action="store_true", help="measure parts that are there again")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args(arguments)

@@ -6,7 +6,7 @@ Owns their configs, inputs and mask grids; knows nothing of masks, timing or mas
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -294,26 +294,34 @@ def qwen_inputs(config: dict[str, Any], size: Size, seed: int) -> Inputs:
 
 
 # Real depth and width, for GPUs, and for weights on the meta device: only capture and passes run.
+FLUX = Shape(
+    "flux",
+    "Flux, 19 + 38 blocks",
+    "FluxTransformer2DModel",
+    {
+        "num_layers": 19,
+        "num_single_layers": 38,
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "pooled_projection_dim": 768,
+        "axes_dims_rope": [16, 56, 56],
+        "in_channels": 64,
+        "guidance_embeds": True,
+    },
+    Size(64, 64, 512),
+    flux_inputs,
+    packed=True,
+)
+# its width at about a fifth of its depth, whose capture and compilation fit a short lease
+SHORT_FLUX = replace(
+    FLUX,
+    name="short-flux",
+    title="Flux at full width, 4 + 8 of 19 + 38 blocks",
+    config={**FLUX.config, "num_layers": 4, "num_single_layers": 8},
+)
 FULL_DEPTH = (
-    Shape(
-        "flux",
-        "Flux, 19 + 38 blocks",
-        "FluxTransformer2DModel",
-        {
-            "num_layers": 19,
-            "num_single_layers": 38,
-            "attention_head_dim": 128,
-            "num_attention_heads": 24,
-            "joint_attention_dim": 4096,
-            "pooled_projection_dim": 768,
-            "axes_dims_rope": [16, 56, 56],
-            "in_channels": 64,
-            "guidance_embeds": True,
-        },
-        Size(64, 64, 512),
-        flux_inputs,
-        packed=True,
-    ),
+    FLUX,
     Shape(
         "sdxl",
         "SDXL UNet",

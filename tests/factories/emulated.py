@@ -208,7 +208,8 @@ def _watches() -> list[Watch]:
     return [watch for watch in STATE.watches if watch.thread == threading.get_ident()]
 
 
-def _needs_emulation() -> None:
+def needs_emulation() -> None:
+    """Skip a test on a real device."""
     if not IS_EMULATED:
         pytest.skip(f"counts or forces something on the emulated device, and this is {NAME}")
 
@@ -216,7 +217,7 @@ def _needs_emulation() -> None:
 @contextmanager
 def watched() -> Iterator[Watch]:
     """Within, what operators of this thread do on the device is noted."""
-    _needs_emulation()
+    needs_emulation()
     watch = Watch()
     STATE.watches.append(watch)
     try:
@@ -228,7 +229,7 @@ def watched() -> Iterator[Watch]:
 @contextmanager
 def failing(fails: Any) -> Iterator[None]:
     """Within, `fails(operator, bytes of its result)` is called for each operator, and may raise."""
-    _needs_emulation()
+    needs_emulation()
     STATE.fails = fails
     try:
         yield
@@ -239,7 +240,7 @@ def failing(fails: Any) -> Iterator[None]:
 @contextmanager
 def without(*dtypes: torch.dtype) -> Iterator[None]:
     """Within, the device can't hold these types."""
-    _needs_emulation()
+    needs_emulation()
     STATE.refused = frozenset(dtypes)
     try:
         yield
