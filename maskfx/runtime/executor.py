@@ -221,9 +221,12 @@ class BatchExecutor:
         packed: frozenset[str],
     ) -> Any:
         """Run the graph of a batch from a capture; None if it isn't captured, or may wait."""
-        waits = self.loads.loader is not None or self.watch is not None
-        if recording or waits or packed or frame.late(members):
+        if recording or packed or self.watch is not None or frame.late(members):
             return None
+        if not self.replays.replayed(program):
+            return None
+        if self.loads.loader and frame.loaded_bytes(members, program.interface.inputs):
+            return None  # a loader brings them while the graph runs
         make = partial(self._runner, program, False, frame, members, packed, pieces=False)
         copies = partial(frame.copies, members)
         return self.replays.whole(program, frame, make, frame.fetch(members), copies)

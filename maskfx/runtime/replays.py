@@ -59,9 +59,7 @@ class Replays:
     def whole(
         self, program: Program, frame: Frame, make: Callable[[], Run], fetch: Fetch, copies: Copies
     ) -> Any:
-        """Run a program's graph from a capture; return None if it isn't captured."""
-        if not self.replayed(program):
-            return None
+        """Run the graph of a replayed program from a capture; return None if it isn't captured."""
         if self._whole is None:
             from maskfx.runtime.backends import cuda_graphs
 

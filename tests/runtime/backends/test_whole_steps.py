@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import maskfx
+from maskfx import Loader
 from maskfx.runtime.backends import cuda_graphs, whole_steps
-from tests.factories import masks
+from maskfx.runtime.cache.step_cache import with_tensors
+from tests.factories import emulated, masks
 from tests.factories.zoo import ZOO
 from tests.passes.test_fuse_kernels import Blocks
 from tests.passes.tools import shared, timed
@@ -108,6 +110,24 @@ def test_captures_are_bounded(recorder: RerunRecorder, monkeypatch: pytest.Monke
     assert captures(replayed) == whole_steps.KEPT
     replayed._executor.forget()
     assert captures(replayed) == 0
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_loader_keeps_steps_whole_whose_rows_are_on_the_device(
+    recorder: RerunRecorder, where: str
+) -> None:
+    device = torch.device(emulated.NAME, 0)
+    case = ZOO["FluxTransformer2DModel"]
+    module, size = case.build().to(device), case.sizes[0]
+    replayed = maskfx.compile(module, cuda_graphs=True, loader=Loader())
+    mask = masks.random(case.mask_shape(size), 1)
+    for seed in range(4):
+        inputs = emulated.to(case.inputs(size, seed), device)
+        wanted, kept = replayed.record(**inputs)
+        there = with_tensors(kept, lambda t: t if where == "device" else t.cpu())
+        found = replayed.edit([maskfx.EditStep(inputs, mask, there)])
+        assert_same(emulated.to(found, "cpu"), emulated.to([wanted], "cpu"))
+    assert captures(replayed) == (where == "device")
 
 
 @pytest.mark.slow
