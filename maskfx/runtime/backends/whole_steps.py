@@ -74,6 +74,7 @@ class CapturedStep:
     def run(self, fetch: Fetch, copies: Copies) -> list[Tensor] | None:
         """Return the results of a step; None if its inputs don't fit the capture."""
         targets, values = [], []
+        marks: dict[str, tuple[Any, int]] = {}
         for name, kept in self.inputs.items():
             if name in self.copied:
                 continue
@@ -83,7 +84,7 @@ class CapturedStep:
                 continue
             if name in self.host or not fits(value, kept):
                 return None
-            self.last[name] = mark
+            marks[name] = mark
             targets.append(kept)
             values.append(value)
         sources = addresses(self.copied, copies, self.inputs)
@@ -91,6 +92,7 @@ class CapturedStep:
             return None
         if targets:
             torch._foreach_copy_(targets, values)
+            self.last.update(marks)
         if self.rows is not None:
             self.rows.run(sources)
         self.replay()

@@ -10,6 +10,7 @@ import torch
 import maskfx
 from maskfx import Loader
 from maskfx.runtime.backends import cuda_graphs, whole_steps
+from maskfx.runtime.backends.eager import Runner
 from maskfx.runtime.cache.step_cache import with_tensors
 from tests.factories import emulated, masks
 from tests.factories.zoo import ZOO
@@ -82,6 +83,24 @@ def test_results_are_not_written_by_later_steps(recorder: RerunRecorder) -> None
     found = [replayed.edit(changed(steps, 0.1 * n)) for n in range(5)]
     for number, own in enumerate(found):
         assert_same(own, plain.edit(changed(steps, 0.1 * number)))
+
+
+def test_inputs_that_do_not_fit_leave_the_capture_as_it_was() -> None:
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    graph.output((graph.call_function(torch.add, (x, y)),))
+    runner = Runner(torch.fx.GraphModule({}, graph))
+    own = whole_steps.Graph("code", lambda: runner, ("x", "y"), frozenset())
+    steps, layout = whole_steps.WholeSteps(RerunRecorder()), object()
+
+    def run(**given: Any) -> Any:
+        return steps.run(layout, own, given.__getitem__, lambda name: None)
+
+    one, two = torch.ones(3), torch.full((3,), 2.0)
+    assert run(x=one, y=one) is None
+    assert run(x=one, y=one)[0].tolist() == [2.0] * 3
+    assert run(x=two, y=torch.ones(4)) is None
+    assert run(x=two, y=one)[0].tolist() == [3.0] * 3
 
 
 def test_what_cannot_be_captured_runs_as_before(
