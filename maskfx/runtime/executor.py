@@ -274,6 +274,7 @@ class BatchExecutor:
             frame.forget_given()
         if self.settings.prepack:
             self.runners.clear()
+            self.replays.forget()
             self.packed.clear()
 
     @contextmanager

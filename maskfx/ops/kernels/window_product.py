@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskfx.ops.fused import ACTIVATIONS
+from maskfx.ops.base import plain_of
 from maskfx.ops.kernels.activations import ACTIVATION_NUMBERS, activated
 from maskfx.ops.kernels.launch import blocks, needs_wide_products, power
-from maskfx.ops.kernels.rows import pick_rows
 from maskfx.ops.kernels.serves import interpreted
 from maskfx.ops.kernels.tuning import Config, bucket, configured
 
@@ -21,8 +20,8 @@ CONFIGS: tuple[Config, ...] = (
     {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
     {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
 )
-# windows are gathered in memory, and the matrix library multiplies them: it splits the sums over
-# features, of which windows of few rows and many channels leave too little to do otherwise
+# the plain operator: windows are gathered in memory, and the matrix library, which splits the sums
+# over features where few rows leave too little to do, multiplies them
 GATHERED: Config = {"GATHERED": 1}
 
 
@@ -96,29 +95,19 @@ def window_product(
     out = rows.new_empty(count, outputs)
     if not out.numel():
         return out
-    run = partial(_launch, rows, halo, table, weight, bias, out, activation)
+    gathered = partial(plain_of("window_product"), rows, halo, table, weight, bias, activation)
+    launch = partial(_launch, rows, halo, table, weight, bias, out, activation)
+
+    def run(config: Config) -> Tensor:
+        if config == GATHERED:
+            found: Tensor = gathered()
+            return found
+        launch(config)
+        return out
+
     shape = (str(rows.dtype), bucket(count), places, channels, outputs)
     configs = CONFIGS if interpreted() else (GATHERED, *CONFIGS)
-    run(configured(rows.device, "window_product", shape, configs, run))
-    return out
-
-
-def _gathered(
-    rows: Tensor,
-    halo: Tensor,
-    table: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    activation: str,
-) -> None:
-    windows = pick_rows(rows, halo, table).view(len(table), -1)
-    if bias is None:
-        torch.mm(windows, weight.t(), out=out)
-    else:
-        torch.addmm(bias, windows, weight.t(), out=out)
-    if activation != "none":
-        out.copy_(ACTIVATIONS[activation](out))
+    return run(configured(rows.device, "window_product", shape, configs, run))
 
 
 def _launch(
@@ -131,9 +120,6 @@ def _launch(
     activation: str,
     config: Config,
 ) -> None:
-    if config == GATHERED:
-        _gathered(rows, halo, table, weight, bias, out, activation)
-        return
     count, outputs = out.shape
     channels = rows.shape[1]
     grid = (blocks(count, config["BLOCK_M"]) * blocks(outputs, config["BLOCK_N"]),)

@@ -25,7 +25,7 @@ from maskfx.runtime.backends.graph_function import Fetch, Run
 log = logging.getLogger(__name__)
 
 KEPT = 8  # captured layouts
-SEEN = 64  # layouts that are known to have run
+SEEN = 32  # layouts that are known to have run
 # What an input's rows are copied from: (batch, sites, ...) rows and sites; None for other inputs
 Copies = Callable[[str], list[tuple[Tensor, Tensor]] | None]
 
@@ -108,9 +108,9 @@ class WholeSteps:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self._seen: LruCache[Hashable, object] = LruCache(SEEN)
+        # layouts, which are held because their ids are in the key, and whether captures fail
+        self._seen: LruCache[Hashable, tuple[object, bool]] = LruCache(SEEN)
         self._kept: LruCache[Hashable, CapturedStep] = LruCache(KEPT)
-        self._failed: LruCache[Hashable, bool] = LruCache(SEEN)
         self._lock = threading.Lock()
 
     def run(self, layout: object, graph: Graph, fetch: Fetch, copies: Copies) -> Any:
@@ -128,8 +128,9 @@ class WholeSteps:
             if known is not None:
                 return known.run(fetch, copies)
             before = self._seen.get(key)
-            self._seen.put(key, layout)  # held, because its id is in the key
-            if before is None or self._failed.get(key):
+            if before is None:
+                self._seen.put(key, (layout, False))
+            if before is None or before[1]:
                 return None
             return self._capture(key, graph, fetch, copies, layout)
 
@@ -137,7 +138,6 @@ class WholeSteps:
         """Drop all captures; call it when graphs change."""
         self._kept.clear()
         self._seen.clear()
-        self._failed.clear()
 
     def _capture(
         self, key: Hashable, graph: Graph, fetch: Fetch, copies: Copies, layout: object
@@ -146,7 +146,7 @@ class WholeSteps:
             step = self._captured(graph, fetch, copies)
         except Exception as error:  # an operator that can't be captured, or too little memory
             log.warning("a step isn't captured: %s: %s", type(error).__name__, error)
-            self._failed.put(key, True)
+            self._seen.put(key, (layout, True))
             if isinstance(error, torch.OutOfMemoryError):
                 self._kept.clear()
             return None

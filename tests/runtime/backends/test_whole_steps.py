@@ -120,7 +120,7 @@ def test_what_cannot_be_captured_runs_as_before(
     assert caplog.text.count("isn't captured") == 1
 
 
-def test_captures_are_bounded(recorder: RerunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_are_bounded(recorder: RerunRecorder) -> None:
     plain, replayed = both()
     for seed in range(whole_steps.KEPT + 3):
         steps = steps_of(plain, seed, kinds=("random",))
