@@ -350,3 +350,4 @@ Source = (
 Table = Owner | RestOwner | Requests | Spans | RestSpans | Reader | Weights | Lines
 Cached = Halo | Rest | Loaded | Kept | RestShare  # rows of the cache as they were recorded
 Tapped = Cached | RestStats | RestSum  # what is made of the rows of a tap
+LowRank = RankGroups | Down | Up | Updated  # what is made of the members' adapters

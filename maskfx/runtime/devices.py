@@ -69,6 +69,11 @@ def read_here(value: Tensor) -> Tensor:
     return value
 
 
+def current_stream() -> int:
+    """Return this thread's stream; 0 without CUDA."""
+    return torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
+
+
 def copied(value: Tensor, device: torch.device) -> Tensor:
     """Return a copy of the tensor on a device."""
     return value.clone() if value.device == device else moved(value, device)

@@ -225,11 +225,17 @@ class BatchExecutor:
             return None
         if not self.replays.replayed(program):
             return None
-        if self.loads.loader and frame.loaded_bytes(members, program.interface.inputs):
+        if self.loads.loader and not self._all_here(program, frame, members):
             return None  # a loader brings them while the graph runs
         make = partial(self._runner, program, False, frame, members, packed, pieces=False)
-        copies = partial(frame.copies, members)
-        return self.replays.whole(program, frame, make, frame.fetch(members), copies)
+        return self.replays.whole(program, frame, make, members)
+
+    def _all_here(self, program: Program, frame: Frame, members: Sequence[Member]) -> bool:
+        """Return True if all cached rows that a batch reads are on its device."""
+        book = self.replays.book(program, frame.device)
+        if all(m.cache is None or book.of(m.cache).all_here for m in members):
+            return True
+        return not frame.loaded_bytes(members, program.interface.inputs)
 
     def prepared(
         self, program: Program, calls: Sequence[ValidatedCall]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx import ops
 from maskfx.config import Settings
 from maskfx.ir.program import Program
-from maskfx.runtime.backends.graph_function import Fetch, Run
-from maskfx.runtime.backends.whole_steps import Copies, Graph, WholeSteps
+from maskfx.runtime.backends.graph_function import Run
+from maskfx.runtime.backends.whole_steps import Graph, WholeSteps
+from maskfx.runtime.batch.captured_inputs import BatchInputs
 from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.padding import PaddedFrame, can_pad
+from maskfx.runtime.batch.row_addresses import AddressBook
 
 
 class Replays:
@@ -33,6 +37,7 @@ class Replays:
         self._on = settings.cuda_graphs and here
         self.paddings: MutableMapping[Frame, PaddedFrame] = WeakIdKeyDictionary()
         self._known: dict[str, bool] = {}
+        self._books: dict[tuple[str, torch.device], AddressBook] = {}
         self._whole: WholeSteps | None = None
 
     def replayed(self, program: Program) -> bool:
@@ -57,7 +62,7 @@ class Replays:
         return self.paddings[frame]
 
     def whole(
-        self, program: Program, frame: Frame, make: Callable[[], Run], fetch: Fetch, copies: Copies
+        self, program: Program, frame: Frame, make: Callable[[], Run], members: Sequence[Member]
     ) -> Any:
         """Run the graph of a replayed program from a capture; return None if it isn't captured."""
         if self._whole is None:
@@ -67,18 +72,26 @@ class Replays:
             if recorder is None:
                 return None
             self._whole = WholeSteps(recorder)
-        sources = program.interface.inputs.items()
-        host = frozenset(name for name, source in sources if frame.layout.on_host(source))
-        graph = Graph(program.code, make, tuple(program.interface.inputs), host)
-        return self._whole.run(frame, graph, fetch, copies)
+        step = BatchInputs(frame, members, self.book(program, frame.device))
+        return self._whole.run(frame, Graph(program.code, make), step)
+
+    def book(self, program: Program, device: torch.device) -> AddressBook:
+        """Return the addresses of a program's recordings on a device."""
+        key = program.code, device
+        if key not in self._books:
+            self._books[key] = AddressBook(program.interface, device)
+        return self._books[key]
 
     def drop(self, code: str) -> None:
         """Drop what is known of a program that no longer exists."""
         self._known.pop(code, None)
+        for key in [key for key in self._books if key[0] == code]:
+            del self._books[key]
 
     def forget(self) -> None:
         """Drop all captures; the programs they belong to are gone."""
         self._known.clear()
+        self._books.clear()
         if self._whole is not None:
             self._whole.forget()
 

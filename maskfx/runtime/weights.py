@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
+from typing import Any
 from weakref import ref
 
 import torch
@@ -31,19 +32,41 @@ class WeightChange(enum.Enum):
 
 PLAIN = (Tensor, nn.Parameter)
 WORD, PARTS = 8, 64  # bytes that are summed as one number; sums of a tensor
-Slot = tuple[Mapping[str, Tensor | None], str]
 version_of = attrgetter("_version")
 
-
-def named_slots(tables: Iterable[Mapping[str, Tensor | None]]) -> list[Slot]:
-    return [(t, name) for t in tables for name, value in t.items() if value is not None]
+# Every step runs these checks, so the loops over all layers and weights are in C (map, chain).
 
 
-def look_at(slots: Iterable[Slot]) -> list[int]:
-    """Return the identities and addresses of the tensors that the slots hold now."""
-    found = [table.get(name) for table, name in slots]
-    kept = [value for value in found if value is not None]
-    return [*map(id, found), *map(Tensor.data_ptr, kept)]
+class Contents:
+    """What the layers of a module hold, compared with what they held before.
+
+    Args:
+        tables: A dictionary of each layer: its parts, its parameters or its buffers.
+    """
+
+    def __init__(self, tables: Sequence[dict[str, Any]]) -> None:
+        self._tables = tables
+        self.values = self.now()
+        self.tensors = [value for value in self.values if isinstance(value, Tensor)]
+        self._addresses = self._places()
+
+    @property
+    def same_objects(self) -> bool:
+        """Whether the layers hold the objects that they held."""
+        now = self.now()
+        return len(now) == len(self.values) and all(map(is_, now, self.values))
+
+    @property
+    def same(self) -> bool:
+        """Whether the objects are the same, and tensors lie where they lay."""
+        return self.same_objects and self._places() == self._addresses
+
+    def now(self) -> list[Any]:
+        """Return the objects that the layers hold now."""
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _places(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self.tensors))
 
 
 class Weights:
@@ -60,11 +83,10 @@ class Weights:
 
     def restart(self) -> None:
         """Find the parameters and buffers that the module has now, and remember them."""
-        parts = list(self.module.modules())
-        self.parts = [part._modules for part in parts]
-        self.tables = [part._parameters for part in parts]
-        self.slots = named_slots(part._parameters for part in parts)
-        self.buffers = named_slots(part._buffers for part in parts)
+        layers = list(self.module.modules())
+        self._parts = [layer._modules for layer in layers]
+        self._tables = [layer._parameters for layer in layers]
+        self._buffer_tables = [layer._buffers for layer in layers]
         self._print: str | None = None
         self._samples: list[list[Tensor]] | None = None  # views of a few numbers of each tensor
         self._sampled: list[bytes] | None = None  # these numbers before the last run
@@ -74,7 +96,7 @@ class Weights:
 
     def change(self) -> WeightChange:
         """Return how the weights changed since the last call."""
-        if self._look() != self._seen or self._look_at_buffers() != self._seen_buffers:
+        if not self._same:
             if self._moved():
                 self._remember()
                 return WeightChange.NONE
@@ -96,7 +118,9 @@ class Weights:
             return False
         if self._places() != self._seen_places:
             return False
-        if self._identities() != self._seen_identities or self._count() != self._version:
+        if not (self._layers.same_objects and self._parameters.same_objects):
+            return False
+        if self._count() != self._version:
             return False
         known, self._print = self._print, None
         if self.fingerprint() == known:
@@ -111,12 +135,10 @@ class Weights:
         """
         if whole_hook(self.module) is not None:  # its weights move, and samples hold their memory
             return False
-        if self._look() != self._seen or self._look_at_buffers() != self._seen_buffers:
+        if not self._same:
             self._samples = self._sampled = None
             return False
-        samples = self._samples or samples_of(
-            table.get(name) for table, name in (*self.slots, *self.buffers)
-        )
+        samples = self._samples or samples_of(self._tensors)
         now = [as_bytes(torch.stack(few).view(torch.uint8)) for few in samples]
         before, self._sampled, self._samples = self._sampled, now, samples
         return before not in (None, now)
@@ -130,45 +152,33 @@ class Weights:
 
         Such replacements are no change of weights.
         """
-        if self._look_at_buffers() != self._seen_buffers:
+        if not self._buffers.same:
             self._remember()
-
-    # Every step runs these checks, so the loops over all weights are in C (map, chain).
 
     def _remember(self, other_tensors: bool = True) -> None:
         if other_tensors:
             self._samples = self._sampled = None
-        self._seen, self._seen_buffers = self._look(), self._look_at_buffers()
-        self._seen_identities, self._seen_places = self._identities(), self._places()
-        found = [table.get(name) for table, name in (*self.slots, *self.buffers)]
-        self._versioned = [v for v in found if v is not None and not v.is_inference()]
+        self._layers, self._parameters = Contents(self._parts), Contents(self._tables)
+        self._buffers = Contents(self._buffer_tables)
+        self._seen_places = self._places()
+        self._versioned = [value for value in self._tensors if not value.is_inference()]
         self._version = self._count()
+
+    @property
+    def _same(self) -> bool:
+        return self._layers.same_objects and self._parameters.same and self._buffers.same
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [*self._parameters.tensors, *self._buffers.tensors]
 
     def _count(self) -> int:
         return sum(map(version_of, self._versioned))
 
-    def _look(self) -> list[int]:
-        """Return the identity of every layer, and identity and address of every parameter."""
-        layers = chain.from_iterable(map(dict.values, self.parts))
-        return [
-            *map(id, layers),
-            *map(len, self.parts),
-            *map(len, self.tables),
-            *look_at(self.slots),
-        ]
-
-    def _identities(self) -> list[int]:
-        """Return the identity of every layer and parameter."""
-        layers = chain.from_iterable(map(dict.values, self.parts))
-        return [*map(id, layers), *(id(table.get(name)) for table, name in self.slots)]
-
     def _places(self) -> list[object]:
         """Return device, dtype and shape of every parameter and buffer."""
-        found = (table.get(name) for table, name in (*self.slots, *self.buffers))
-        return [(v.device, v.dtype, v.shape) if v is not None else None for v in found]
-
-    def _look_at_buffers(self) -> list[int]:
-        return look_at(self.buffers)
+        now = [*self._parameters.now(), *self._buffers.now()]
+        return [(v.device, v.dtype, v.shape) if v is not None else None for v in now]
 
     def fingerprint(self) -> str:
         """Return a hash of all weights; it identifies caches of other weights.
@@ -179,8 +189,7 @@ class Weights:
             return self._given
         if self._print is None:
             seen, sums = hashlib.sha256(), dict[int, tuple[object, Callable[[], object], bytes]]()
-            for table, name in (*self.slots, *self.buffers):
-                value = table[name]
+            for value in (*self._parameters.now(), *self._buffers.now()):
                 if value is None or value.is_meta or not value.numel():
                     continue
                 state = state_of(value)
@@ -198,11 +207,11 @@ class Weights:
         self._sums.clear()
 
 
-def samples_of(values: Iterable[Tensor | None]) -> list[list[Tensor]]:
+def samples_of(values: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return three numbers of each tensor, as views, by device and type."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for value in values:
-        if value is None or type(value) not in PLAIN or value.is_meta or value.is_quantized:
+        if type(value) not in PLAIN or value.is_meta or value.is_quantized:
             continue
         if not value.numel() or not value.is_contiguous():
             continue

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
-from maskfx.ops.base import numbers
 from maskfx.ops.kernels.launch import blocks
 from maskfx.ops.kernels.tuning import Config, bucket, configured
 
@@ -133,25 +134,28 @@ class RowCopies:
 
     Args:
         targets: Where the rows go, (rows, ...) each.
+        indices: Which rows of its source go to each, on the device.
     """
 
-    def __init__(self, targets: Sequence[Tensor]) -> None:
-        self.targets = targets
-        self._fixed = [(t.data_ptr(), len(t), words(t)) for t in targets]
+    def __init__(self, targets: Sequence[Tensor], indices: Sequence[Tensor]) -> None:
+        self.targets, self.indices = targets, indices  # held
+        jobs = [
+            (0, index.data_ptr(), target.data_ptr(), len(target), words(target))
+            for target, index in zip(targets, indices, strict=True)
+        ]
         counts = [blocks(len(target), LINES) for target in targets]
         owners = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         firsts = torch.tensor([0, *accumulate(counts)][:-1])
-        device = targets[0].device
-        self._table, self._firsts = (x.to(device, torch.int32) for x in (owners, firsts))
+        self.device = targets[0].device
+        self._table, self._firsts = (x.to(self.device, torch.int32) for x in (owners, firsts))
+        self._jobs = torch.tensor(jobs, dtype=torch.int64)
 
-    def run(self, sources: Sequence[tuple[int, Tensor]]) -> None:
-        """Copy rows of the tensors at these addresses, each with the indices of its rows."""
-        jobs = [
-            (source, index.data_ptr(), *fixed)
-            for (source, index), fixed in zip(sources, self._fixed, strict=True)
-        ]
-        device = self._table.device
-        table = numbers(jobs, torch.int64, device)
+    def run(self, sources: NDArray[np.int64]) -> None:
+        """Copy rows of the tensors at these addresses."""
+        jobs = torch.empty_like(self._jobs, pin_memory=self.device.type == "cuda")
+        jobs.copy_(self._jobs)
+        jobs.numpy()[:, 0] = sources
+        table = jobs.to(self.device, non_blocking=True)
         with torch.cuda.device_of(table):
             copy_kernel[(len(self._table),)](
                 table, self._firsts, self._table, LINES=LINES, WORDS=WORDS

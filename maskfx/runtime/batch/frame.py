@@ -26,6 +26,7 @@ from maskfx.ir.sources import (
     Halo,
     Kept,
     Loaded,
+    LowRank,
     Pairs,
     PairTable,
     RankGroups,
@@ -33,6 +34,7 @@ from maskfx.ir.sources import (
     RestShare,
     RestStats,
     RestSum,
+    Tapped,
     Up,
     Updated,
     Weights,
@@ -92,13 +94,13 @@ class Frame:
     _picks: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._rows = RecordedRows(self.interface, self.layout, self.device, self.tables)
+        self.recorded = RecordedRows(self.interface, self.layout, self.device, self.tables)
 
     def fetch(
         self, members: Sequence[Member], loading: LoadedRows | None = None
     ) -> Callable[[str], Tensor]:
         """Return a function that gives an input by its name, for one step of these members."""
-        self._rows.begin_step()
+        self.recorded.begin_step()
         self._bring(members)
         if self.originals:
             self._adapted = self._adapters_of(members)
@@ -109,12 +111,9 @@ class Frame:
             loading.take(name) if name in loading else self._input(name, sources[name], members)
         )
 
-    def copies(self, members: Sequence[Member], name: str) -> list[tuple[Tensor, Tensor]] | None:
-        """Return what an input's cached rows are copied from; None for other inputs."""
-        source = self.interface.inputs[name]
-        if not isinstance(source, Cached):
-            return None
-        return self._rows.copies(source, partial(self._picks_of, name, source), members)
+    def is_fixed(self, source: object) -> bool:
+        """Return True if an input depends on the layout alone."""
+        return not isinstance(source, Given | Tapped | Pairs | PairTable | LowRank)
 
     def jobs(self, members: Sequence[Member], names: Iterable[str]) -> list[LoadJob]:
         """Return load jobs for the cached rows among these inputs.
@@ -128,8 +127,8 @@ class Frame:
             assert isinstance(source, Cached), "no other input has cached rows"
             # copied before the load begins, which reads it on a separate stream
             self.tables.bring(self._needed(name, source, members), self.device)
-            picks = partial(self._picks_of, name, source)
-            job = partial(self._rows.pick, source, picks, members, take_rows)
+            picks = partial(self.picks_of, name, source)
+            job = partial(self.recorded.pick, source, picks, members, take_rows)
             out.append(LoadJob(name, nbytes, job))
         return out
 
@@ -151,8 +150,8 @@ class Frame:
         source = self.interface.inputs[name]
         assert isinstance(source, Cached), "no other input has cached rows"
         return [
-            (self._rows.of(m.cache, source.tap), index)
-            for m, index in zip(members, self._picks_of(name, source), strict=True)
+            (self.recorded.of(m.cache, source.tap), index)
+            for m, index in zip(members, self.picks_of(name, source), strict=True)
             if m.cache is not None and len(index)
         ]
 
@@ -160,7 +159,7 @@ class Frame:
         """Return, for each member, the number of cached rows in an input."""
         source = self.interface.inputs[name]
         assert isinstance(source, Cached), "no other input has cached rows"
-        picks = zip(self._picks_of(name, source), self.layout.batches, strict=True)
+        picks = zip(self.picks_of(name, source), self.layout.batches, strict=True)
         return [len(index) * batch for index, batch in picks]
 
     def _loads(self, rows: Rows) -> bool:
@@ -211,14 +210,14 @@ class Frame:
                 own = (self.layout.index(m, s) for s in lane.segments for m in range(len(members)))
                 return [index for index in own if index is not None]
             case Halo() | Rest() | Loaded() | Kept() | RestShare():
-                if self._rows.shared(source, partial(self._picks_of, name, source), members):
+                if self.recorded.shared(source, partial(self.picks_of, name, source), members):
                     return []  # the places are there already
-                picks = zip(members, self._picks_of(name, source), strict=True)
+                picks = zip(members, self.picks_of(name, source), strict=True)
                 return [
                     table
                     for m, index in picks
                     if m.cache is not None and len(index)
-                    for table in self._indexing(self._rows.of(m.cache, source.tap), index)
+                    for table in self._indexing(self.recorded.of(m.cache, source.tap), index)
                 ]
             case RestStats(_, segments):
                 return self.layout.active(tuple(filter(is_image, segments)))
@@ -254,11 +253,11 @@ class Frame:
                     kept = self._given[name] = (values, self.gather(values, lane))
                 return kept[1]
             case Halo() | Rest() | Loaded() | Kept() | RestShare():
-                return self._rows.pick(source, partial(self._picks_of, name, source), members)
+                return self.recorded.pick(source, partial(self.picks_of, name, source), members)
             case RestStats(tap, segments):
-                return self._rows.stats(tap, segments, members)
+                return self.recorded.stats(tap, segments, members)
             case RestSum(tap, segments):
-                return self._rows.sum_of(tap, segments, members)
+                return self.recorded.sum_of(tap, segments, members)
             case Pairs():
                 return torch.cat(
                     [own.reshape(-1) for own in pair_masks(source, members, self.layout, self._on)]
@@ -284,7 +283,8 @@ class Frame:
             self._fixed[name] = self.layout.table(source)
         return self._fixed[name]
 
-    def _picks_of(self, name: str, source: Cached) -> list[Tensor]:
+    def picks_of(self, name: str, source: Cached) -> list[Tensor]:
+        """Return the sites that an input reads of each member's recording."""
         if name not in self._picks:
             self._picks[name] = self.layout.picks(source)
         return self._picks[name]

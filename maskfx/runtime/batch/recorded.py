@@ -80,26 +80,6 @@ class RecordedRows:
             return self._nothing(tap)
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def copies(
-        self, source: Cached, picks: Picks, members: Sequence[Member]
-    ) -> list[tuple[Tensor, Tensor]] | None:
-        """Return what `pick` copies: (batch, sites, ...) rows and the sites read, on the device.
-
-        None if it does more than to copy rows of this device.
-        """
-        shared = self.shared(source, picks, members)
-        if shared is not None:
-            found = [(shared[0][None], shared[1])]
-        else:
-            found = []
-            for held, index in self._held(source.tap, picks, members):
-                if not isinstance(held, Tensor):
-                    return None
-                found.append((held, index))
-        if any(held.device != self.device or not held.is_contiguous() for held, _ in found):
-            return None
-        return [(read_here(held), self.tables.on(index, self.device)) for held, index in found]
-
     def _held(
         self, tap: str, picks: Picks, members: Sequence[Member]
     ) -> Iterator[tuple[Tensor | Packed | InterpolatedRows, Tensor]]:
@@ -141,40 +121,48 @@ class RecordedRows:
         kind = self.interface.taps[tap]
         key = (segments, kind.stats)
         if key not in self._stacks:
-            parts = [self._rest_stats(key, members, i) for i in range(len(members))]
-            stack = parts[0] if len(parts) == 1 else torch.cat(parts)
-            self._stacks[key] = stack.transpose(0, 1).contiguous()
+            self._stacks[key] = by_norm(
+                [self._rest_stats(key, members, i) for i in range(len(members))]
+            )
         return self._stacks[key][self.interface.stats_index(tap)]
 
     def _rest_stats(
         self, key: tuple[tuple[str, ...], int], members: Sequence[Member], number: int
     ) -> Tensor:
         """Return (batch, norms, groups, 3) statistics of one member's inactive sites."""
-        (segments, groups), member, sites = key, members[number], self.layout.sites[number]
-        norms = self.interface.stats_taps(*key)
-        rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
+        segments, member = key[0], members[number]
+        rest = self.rest_count(segments, number)
         if member.cache is None or not rest:
-            return torch.zeros(member.batch, len(norms), groups, 3, device=self.device)
+            return self.no_stats(key, member.batch)
         stats = member.cache.stats[key]
-        images = tuple(filter(is_image, segments))  # texts are always active and not recorded
-        index, there = self.layout.active(images)[number], stats.total.device
-        # the total excludes the sites whose statistics weren't kept
-        active = pick(stats.values, index, there, self.tables, some=True)
-        left = stats.total - active.sum(1, dtype=torch.float64)
-        offset, spread = left.view(member.batch, 2, len(norms), groups).unbind(1)
-        mean = offset / max(rest, 1)
-        spread = (spread - stats.size * rest * mean.square()).clamp_(min=0)
-        count = (stats.size * rest).expand_as(mean)
-        found = torch.stack([count, stats.centre + mean, spread], 3).to(stats.values.dtype)
+        active = pick(
+            stats.values, self.active(segments)[number], stats.total.device, self.tables, some=True
+        )
+        found = rest_stats(active, stats.total, stats.centre, stats.size, rest)
         return moved(found, self.device)
+
+    def no_stats(self, key: tuple[tuple[str, ...], int], batch: int) -> Tensor:
+        """Return the statistics of members of which nothing is recorded, or nothing inactive."""
+        norms = self.interface.stats_taps(*key)
+        return torch.zeros(batch, len(norms), key[1], 3, device=self.device)
+
+    def active(self, segments: tuple[str, ...]) -> list[Tensor]:
+        """Return the active sites of each member whose statistics are recorded."""
+        # texts are always active and not recorded
+        return self.layout.active(tuple(filter(is_image, segments)))
+
+    def rest_count(self, segments: tuple[str, ...], number: int) -> int:
+        """Return the number of a member's inactive sites."""
+        sites = self.layout.sites[number]
+        return sum(sites.count(s) - sites.active_count(s) for s in segments)
 
     def sum_of(self, tap: str, segments: tuple[str, ...], members: Sequence[Member]) -> Tensor:
         """Return the sums of a tap over each member's inactive sites, and their number."""
         out = []
-        for member, sites, index in zip(
-            members, self.layout.sites, self.layout.active(segments), strict=True
+        for number, (member, index) in enumerate(
+            zip(members, self.layout.active(segments), strict=True)
         ):
-            rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
+            rest = self.rest_count(segments, number)
             if member.cache is None or not rest:
                 unrecorded = self.interface.taps[tap]
                 shape, dtype = (member.batch, prod(unrecorded.shape) + 1), wide(unrecorded.dtype)
@@ -186,3 +174,26 @@ class RecordedRows:
             count = left.new_full((member.batch, 1), float(rest))
             out.append(moved(torch.cat([left, count], 1).to(wide(kept.dtype)), self.device))
         return torch.cat(out)
+
+
+def by_norm(parts: Sequence[Tensor]) -> Tensor:
+    """Return (batch, norms, groups, 3) statistics of members as (norms, batch, groups, 3)."""
+    stack = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return stack.transpose(0, 1).contiguous()
+
+
+def rest_stats(active: Tensor, total: Tensor, centre: Tensor, size: Tensor, rest: int) -> Tensor:
+    """Return (batch, norms, groups, 3) statistics of the sites that aren't active.
+
+    Args:
+        active: Those of each active site, as `SiteStats.values`.
+        total, centre, size: As in `SiteStats`; the total excludes sites that weren't kept.
+        rest: The number of sites that aren't active.
+    """
+    batch, norms, groups = centre.shape
+    left = total - active.sum(1, dtype=torch.float64)
+    offset, spread = left.view(batch, 2, norms, groups).unbind(1)
+    mean = offset / rest
+    spread = (spread - size * rest * mean.square()).clamp_(min=0)
+    count = (size * rest).expand_as(mean)
+    return torch.stack([count, centre + mean, spread], 3).to(active.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ def test_every_kernel_compiles(dtype: torch.dtype, compiled: list[str]) -> None:
     pick_rows(*own["gather"])
     put_rows(own["gather"][0], torch.tensor([0, 1]), own["gather"][0][:2].float())
     target = torch.zeros(2, 16, dtype=dtype)
-    RowCopies([target]).run([(target.data_ptr(), torch.tensor([0, 1]))])
+    RowCopies([target], [torch.tensor([0, 1])]).run(np.array([target.data_ptr()]))
     run(
         group_scale, *own["group_scale"][:1], own["group_scale"][1].float(), *own["group_scale"][2:]
     )

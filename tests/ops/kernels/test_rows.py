@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,14 +58,14 @@ def test_rows_of_many_tensors_are_copied_in_one_launch(seed: int) -> None:
         indices.append(draw.index(draw.size(1, 30), rows))
         targets.append(draw.values(len(indices[-1]), width, dtype=torch.float16))
     assert all(can_copy(s[None], t) for s, t in zip(sources, targets, strict=True))
-    copies = RowCopies(targets)
+    copies = RowCopies(targets, indices)
     for _ in range(2):
         for target in targets:
             target.fill_(float("nan"))
-        copies.run([(s.data_ptr(), i) for s, i in zip(sources, indices, strict=True)])
+        copies.run(np.array([source.data_ptr() for source in sources]))
         for source, index, target in zip(sources, indices, targets, strict=True):
             assert torch.equal(target, source[index])
-        indices = [i.flip(0) for i in indices]
+        sources = [source.flip(0) for source in sources]
 
 
 def test_rows_that_are_not_copied_by_address() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +13,43 @@ import torch
 import maskfx
 from maskfx import Loader
 from maskfx.runtime.backends import cuda_graphs, whole_steps
-from maskfx.runtime.backends.eager import Runner
+from maskfx.runtime.batch import captured_inputs
+from maskfx.runtime.batch.captured_inputs import BatchInputs
+from maskfx.runtime.batch.row_addresses import AddressBook
 from maskfx.runtime.cache.step_cache import with_tensors
+from maskfx.runtime.sites.masks import Masks, find_reach
 from tests.factories import emulated, masks
 from tests.factories.zoo import ZOO
 from tests.passes.test_fuse_kernels import Blocks
 from tests.passes.tools import shared, timed
 from tests.runtime.backends.test_cuda_graphs import RerunRecorder, assert_same, steps_of
+
+
+class CopiesInMemory:
+    """Takes the place of `copy_kernel`: copies by the same table of addresses."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(jobs: torch.Tensor, *_: object, **__: object) -> None:
+            self.launches += 1
+            for source, index, target, count, width in jobs.tolist():
+                places = (ctypes.c_int64 * count).from_address(index)
+                for line, place in enumerate(places):
+                    start = source + 8 * width * place
+                    ctypes.memmove(target + 8 * width * line, start, 8 * width)
+
+        return launch
+
+
+@pytest.fixture
+def by_address(monkeypatch: pytest.MonkeyPatch) -> CopiesInMemory:
+    """Cached rows are copied by address, as on a GPU."""
+    rows, found = pytest.importorskip("maskfx.ops.kernels.rows"), CopiesInMemory()
+    monkeypatch.setattr(rows, "copy_kernel", found)
+    monkeypatch.setattr(captured_inputs, "has_kernels", lambda device: True)
+    return found
 
 
 @pytest.fixture
@@ -85,22 +118,18 @@ def test_results_are_not_written_by_later_steps(recorder: RerunRecorder) -> None
         assert_same(own, plain.edit(changed(steps, 0.1 * number)))
 
 
-def test_inputs_that_do_not_fit_leave_the_capture_as_it_was() -> None:
-    graph = torch.fx.Graph()
-    x, y = graph.placeholder("x"), graph.placeholder("y")
-    graph.output((graph.call_function(torch.add, (x, y)),))
-    runner = Runner(torch.fx.GraphModule({}, graph))
-    own = whole_steps.Graph("code", lambda: runner, ("x", "y"), frozenset())
-    steps, layout = whole_steps.WholeSteps(RerunRecorder()), object()
-
-    def run(**given: Any) -> Any:
-        return steps.run(layout, own, given.__getitem__, lambda name: None)
-
-    one, two = torch.ones(3), torch.full((3,), 2.0)
-    assert run(x=one, y=one) is None
-    assert run(x=one, y=one)[0].tolist() == [2.0] * 3
-    assert run(x=two, y=torch.ones(4)) is None
-    assert run(x=two, y=one)[0].tolist() == [3.0] * 3
+def test_inputs_that_do_not_fit_leave_the_memory_as_it_was() -> None:
+    denoiser = maskfx.compile(shared(Blocks))
+    [(program, frame, members)] = denoiser.prepared(steps_of(denoiser, 4, kinds=("random",)))
+    book = AddressBook(program.interface, frame.device)
+    step = BatchInputs(frame, members, book)
+    memory = step.memory()
+    before = {name: memory.fetch()(name) for name in program.interface.inputs}
+    values = [v.half() if isinstance(v, torch.Tensor) else v for v in members[0].given["step"]]
+    other = replace(members[0], given={**members[0].given, "step": values})
+    assert not memory.bring(BatchInputs(frame, [other], book))
+    assert all(torch.equal(memory.fetch()(name), value) for name, value in before.items())
+    assert memory.bring(step)
 
 
 def test_what_cannot_be_captured_runs_as_before(
@@ -166,3 +195,30 @@ def test_families(name: str, recorder: RerunRecorder) -> None:
     for _ in range(3):
         assert_same(replayed.edit(steps), wanted)
     assert captures(replayed) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "UNet2DConditionModel-sdxl"])
+def test_rows_copied_by_address_give_what_the_others_give(
+    name: str, seed: int, recorder: RerunRecorder, by_address: CopiesInMemory
+) -> None:
+    """Other recordings of the layout need no other capture; those of other sites do."""
+    case, draw = ZOO[name], random.Random(seed)
+    module, size = case.build(), replace(case.sizes[0], batch=draw.randint(1, 2))
+    plain, replayed = (maskfx.compile(module, cuda_graphs=on) for on in (False, True))
+    shape = case.mask_shape(size)
+    own = [masks.random(shape, draw.randrange(99)) for _ in range(draw.randint(1, 3))]
+    narrow = draw.random() < 0.5
+    for number in range(4):
+        steps = []
+        for mask in own:
+            inputs = case.inputs(size, draw.randrange(99))
+            _, kept = plain.record(**inputs)
+            if narrow:  # of these sites alone
+                allowed, interface = Masks.exactly(mask), plain.programs[kept.program].interface
+                kept = kept.within(allowed, find_reach(interface, kept.sizes, allowed))
+            changed = case.inputs(size, draw.randrange(99))
+            steps.append(maskfx.EditStep(changed, mask, kept, any_step=True))
+        assert_same(replayed.edit(steps), plain.edit(steps))
+        assert captures(replayed) == (number > 0)
+    assert by_address.launches == 3
