@@ -395,6 +395,17 @@ def test_a_pipelines_edit_on_a_device_is_that_of_the_cpu(name: str) -> None:
         assert np.array_equal(found[~inside], original[~inside])
 
 
+def test_a_pipelines_edit_does_not_wait_for_the_times_of_its_steps() -> None:
+    """Those of the scheduler were compared with the template's when the run began."""
+    name = KINDS[0]
+    here = pipes(name)[0]
+    here(**edit_of(name, DEVICE, 5))  # recorded
+    with emulated.watched() as seen:
+        here(**edit_of(name, DEVICE, 5))
+    counts = Counter(seen.waits)
+    assert counts["copy to the host in runtime/validate.py:numbers_of"] == 0, counts
+
+
 def test_a_shared_step_of_the_engine_waits_twice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated.needs_emulation()  # the engine's thread can't skip
     name = KINDS[0]

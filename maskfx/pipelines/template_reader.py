@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from maskfx.errors import CacheError
 from maskfx.pipelines.batches import batch_of, fit_batch, select_source
@@ -34,6 +37,7 @@ class TemplateReader:
     library: TemplateLibrary
     source: TemplateSource
     renewable: bool = False
+    _same_times: bool = False  # whether the run's times are known to be those of the recording
     _weights: dict[str, str] = field(default_factory=dict)  # constant during a run
     _fetched: dict[CallPosition, StepCache] = field(default_factory=dict)  # for upcoming steps
 
@@ -72,6 +76,7 @@ class TemplateReader:
         difference = None if recorded is None else recorded.difference(own)
         if difference is not None:
             raise ScheduleMismatch(difference)
+        self._same_times = recorded is not None and bool(own.times)
 
     def edit(self, part: CallPart, mask: Tensor) -> EditStep | None:
         """Return an edit of the template's recording of this call; None if it has none."""
@@ -119,8 +124,10 @@ class TemplateReader:
             cache = self._cache(part, tuple(mask.shape))
         if cache is None:
             return None
-        templates = self._templates(part, tuple(mask.shape))
-        return EditStep(part.inputs, mask, cache, any_step=not templates.wants(position.step))
+        wanted = self._templates(part, tuple(mask.shape)).wants(position.step)
+        # to compare the step's own time would make the host wait for a device
+        known = self._same_times and is_on_device(part.inputs)
+        return EditStep(part.inputs, mask, cache, any_step=known or not wanted)
 
     def _cache(self, part: CallPart, shape: tuple[int, ...] = ()) -> StepCache | None:
         """Return the template's recording of this call, for the call's batch."""
@@ -155,3 +162,9 @@ class TemplateReader:
                     branch=sample_branch(branch, own[index * len(own) // count], of)
                 )
         return position
+
+
+def is_on_device(inputs: Mapping[str, Any]) -> bool:
+    """Return True if a tensor among a call's arguments isn't in host memory."""
+    leaves = pytree.tree_leaves(dict(inputs))
+    return any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves)

@@ -149,9 +149,11 @@ def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: ActiveSites, index
         view.copy_(rows.view(view.shape))
         return
     level = grid_level(segments[0]) if len(segments) == 1 else None
-    flat = view
-    if level is not None and view.dim() > 2 + len(lane.row_shape()):
-        width = sites.grid(level)[1]
+    flat, grid = view, level is not None and view.dim() > 2 + len(lane.row_shape())
+    if grid and view.stride(1) == view.shape[2] * view.stride(2):
+        flat, grid = view.flatten(1, 2), False  # a view: rows of sites follow each other
+    if grid:
+        width = flat.shape[2]
         flat[:, index // width, index % width] = rows.view(
             rows.shape[0], len(index), *flat.shape[3:]
         )
