@@ -204,7 +204,7 @@ def after(start: Start, around: float) -> Start:
 
 def resident(bed: Bed, steps: Sequence[list[EditStep]]) -> None:
     """Everything is there: rows are picked where the graph asks for them."""
-    loads = bed.denoiser._executor.loads
+    loads = bed.denoiser._executor.graphs.loads
     loads.loader, loader = None, loads.loader
     try:
         for batch in steps:

@@ -145,7 +145,7 @@ def pieces(shape: Shape, rounds: int) -> dict[str, Any]:
     sides["pieces"].edit(steps["pieces"])
     with mock.patch.object(type(sides["whole"]._executor), "_waited", return_value=frozenset()):
         sides["whole"].edit(steps["whole"])  # compiled as one, as if no input were waited for
-    runs = {name: list(d._executor.runners.values())[-1] for name, d in sides.items()}
+    runs = {name: list(d._executor.graphs.runners.values())[-1] for name, d in sides.items()}
     (batch,) = sides["pieces"].batches(steps["pieces"])
     program, frame, members = batch
     names = list(program.interface.inputs)
@@ -185,7 +185,7 @@ def pieces(shape: Shape, rounds: int) -> dict[str, Any]:
 
 def at_hand(denoiser: maskfx.CompiledDenoiser, steps: Any) -> None:
     """An edit without loads: rows are picked where the graph reads them."""
-    loads = denoiser._executor.loads
+    loads = denoiser._executor.graphs.loads
     loads.loader, loader = None, loads.loader
     try:
         denoiser.edit(steps)

@@ -24,7 +24,7 @@ def compile(
     example_inputs: Mapping[str, Any] | None = None,
     roles: Mapping[str, tuple[str, ...]] | None = None,
     inductor: bool = False,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool | None = None,
     prepack: bool = False,
     plans: bool | None = None,
     stretches: bool = False,

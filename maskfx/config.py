@@ -19,9 +19,10 @@ class Settings:
             the module per size, whichever measures faster for their number and sizes. "dense"
             leaves the module as it is; requests of one size share its calls.
         inductor: compile the rewritten graph with Inductor, with symbolic row counts.
-        cuda_graphs: replay one CUDA graph of a batch's whole step if its layout comes again. New
-            layouts run in parts between attentions, whose graphs are for row counts padded to a few
-            sizes, where `inductor` is off; on other devices these parts run one after another.
+        cuda_graphs: replay one CUDA graph of a batch's whole step if its layout comes again, which
+            None does too. With True, new layouts run in parts between attentions, whose graphs are
+            for row counts padded to a few sizes, where `inductor` is off; on other devices these
+            parts run one after another.
         prepack: keep weights in the layout that the matrix library wants (twice the weight memory).
         plans: let an EditStep's plan choose which keys and values are loaded and which are
             projected again from loaded inputs; recordings keep both. None plans where recorded
@@ -35,7 +36,7 @@ class Settings:
 
     mode: str = "mask_cache"
     inductor: bool = False
-    cuda_graphs: bool = False
+    cuda_graphs: bool | None = None
     prepack: bool = False
     plans: bool | None = False
     stretches: bool = False

@@ -138,7 +138,7 @@ def assert_right_under_fake_cuda(
     if not calls:
         return
     executor, seen = denoiser._executor, []
-    runner = executor._runner
+    runner = executor.graphs._runner
 
     def spying(*given: Any) -> Callable[[Any], Any]:
         run = runner(*given)
@@ -147,13 +147,13 @@ def assert_right_under_fake_cuda(
             names = list(program.interface.inputs)
             inputs = {name: fetch(name) for name in names}
             result = run(inputs.__getitem__)
-            seen.append((inputs, result, given[1]))
+            seen.append((inputs, result, given[0].recording))
             return result
 
         return runs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "_runner", spying)
+        patch.setattr(executor.graphs, "_runner", spying)
         executor.run(program, calls)
     for inputs, result, recording in seen:
         module = program.recording if recording else program.module

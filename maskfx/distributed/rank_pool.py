@@ -164,7 +164,7 @@ class RankPool:
     def _started(self) -> Ranks:
         """Return the ranks, with the weights as they are now."""
         change = self._watch.change()
-        if change is not WeightChange.NONE:
+        if not change.same_numbers:
             self._end()  # they hold the earlier weights, or values computed from them
         if change is WeightChange.TENSORS:
             self._sendable = can_be_sent(self.denoiser.module)

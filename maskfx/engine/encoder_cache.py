@@ -23,7 +23,7 @@ from maskfx.ir.module_settings import settings_of
 from maskfx.pipelines.lora import adapters_of
 from maskfx.pipelines.stand_in import is_coded
 from maskfx.pipelines.template_key import digest
-from maskfx.runtime.weights import WeightChange, Weights
+from maskfx.runtime.weights import Weights
 
 ENCODERS = ("encode", "encode_image", "forward", "__call__")
 
@@ -86,7 +86,7 @@ class EncoderCache:
     def _look_at(self, part: nn.Module) -> None:
         """Drop the cached outputs of a module that is new or whose weights have changed."""
         watch = self._watches.pop(id(part), None) or Weights(part)
-        if watch.change() is not WeightChange.NONE:
+        if not watch.change().same_numbers:
             for key in [key for key in self._answers if key[0] == id(part)]:
                 self._drop(key)
         self._watches[id(part)] = watch

@@ -22,7 +22,7 @@ from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.identity import identity_of, is_plain, same_weights
 from maskfx.runtime.program_files import compiled_as
 from maskfx.runtime.sendable import can_be_sent
-from maskfx.runtime.weights import WeightChange, Weights
+from maskfx.runtime.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class NetServices:
         how = compiled_as(denoiser.settings, denoiser.roles)
         seat = seats.get(how)
         if seat is not None:
-            if seat.watch.change() is WeightChange.NONE:
+            if seat.watch.change().same_numbers:
                 return seat.service
             del seats[how]
             self._leave(denoiser.module, seat.service)
@@ -227,7 +227,7 @@ class NetServices:
         )
         if found is None or found.service is not service:
             return False
-        if found.watch.change() is WeightChange.NONE:
+        if found.watch.change().same_numbers:
             return True
         self._seats[module].pop(compiled_as(service.denoiser.settings, service.denoiser.roles))
         self._leave(module, service)

@@ -251,7 +251,7 @@ class CompiledDenoiser:
 
     def pending(self, member: Member) -> set[str] | None:
         """Return the inputs of a member that aren't loaded yet; None if its loads aren't begun."""
-        return self._executor.loads.pending(member)
+        return self._executor.graphs.loads.pending(member)
 
     def batches(self, steps: Sequence[AnyStep]) -> Iterator[tuple[Program, Frame, list[Member]]]:
         """Yield the ragged batches of edits with active sites, one per program and device."""
@@ -338,21 +338,21 @@ class CompiledDenoiser:
     @property
     def watch(self) -> Stopwatch | None:
         """Return the stopwatch that times the inputs of each batch, if one is set."""
-        return self._executor.watch
+        return self._executor.graphs.watch
 
     @watch.setter
     def watch(self, watch: Stopwatch | None) -> None:
-        self._executor.watch = watch
+        self._executor.graphs.watch = watch
 
     @property
     def waited(self) -> float:
         """Return the seconds that graphs have waited for inputs: loads not hidden by compute."""
-        return self._executor.waited
+        return self._executor.graphs.waited
 
     @property
     def loader(self) -> Loader | None:
         """Return the loader that loads cached rows while a graph computes."""
-        return self._executor.loads.loader
+        return self._executor.graphs.loads.loader
 
     @property
     def regions(self) -> list[Region]:
@@ -371,7 +371,7 @@ class CompiledDenoiser:
     @property
     def runs_by_stretch(self) -> bool:
         """Return True if steps may choose the sites of stretches while they run."""
-        return self._executor.graphs is None and self.settings.stretches
+        return self._executor.graphs.source is None and self.settings.stretches
 
     @property
     def loads(self) -> str:

@@ -32,6 +32,13 @@ def free_memory(device: torch.device) -> float:
     return min(free, free_in_group())
 
 
+def free_share(device: torch.device) -> float:
+    """Return the share of a GPU's memory that can still be allocated; 1 of other devices."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 1.0
+    return free_memory(device) / torch.cuda.mem_get_info(device)[1]
+
+
 def free_in_group() -> float:
     """Return the bytes that the process's control group may still allocate; inf without a limit.
 

@@ -1,61 +1,40 @@
 """BatchExecutor: runs a program over many calls at once, as one list of rows.
 
-Owns what is kept between runs: tables of sites, frames, results computed once per request, the
-runners, loads in flight. Knows nothing of captures and of the callers that submit requests.
+Owns what is kept between runs: tables of sites, frames, results computed once per request. Knows
+nothing of how graphs run, of captures, and of the callers that submit requests.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
-
-from maskfx import ops
-from maskfx.compiler.fused import fused
-from maskfx.compiler.pieces import sink_late
 from maskfx.config import Settings
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
-from maskfx.ir.sources import Cached
 from maskfx.ir.values import Equality
-from maskfx.runtime.backends.eager import PackedWeights, Runner
-from maskfx.runtime.backends.graph_function import Fetch, Run
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member, in_batches
-from maskfx.runtime.batch.packed_keys import packed_inputs, with_packed
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.rolling import write_rows
-from maskfx.runtime.cpu_threads import settle
 from maskfx.runtime.derived_weights import DerivedWeights
-from maskfx.runtime.fetch_ahead import FetchAhead
+from maskfx.runtime.graph_runs import Batch, GraphRuns, GraphSource
 from maskfx.runtime.lora.stacks import StackCache
-from maskfx.runtime.prefetch import Prefetcher, Stopwatch
-from maskfx.runtime.replays import Replays, has_known_sizes
 from maskfx.runtime.side_graphs import SideMemo, run_side
 from maskfx.runtime.sites.active import ActiveSitesCache
 from maskfx.runtime.sites.stretch_sites import StretchSites
 from maskfx.runtime.step_results import StepResults
 from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
-from maskfx.runtime.stretch_steps import StretchSteps, apart, choose_first
+from maskfx.runtime.stretch_steps import apart, choose_first
 from maskfx.runtime.twins import Twins
 from maskfx.runtime.unnarrowed import recorded_output
 from maskfx.runtime.unshared import run_shared
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
-
-# A program's code, whether it records, its late inputs, those that it reads packed, and whether it
-# runs in pieces that are captured.
-RunnerKey = tuple[str, bool, frozenset[str], frozenset[str], bool]
-
-# Returns what runs a program's graph, or (if True) the one that records.
-GraphSource = Callable[[Program, bool], Run]
 
 # Computes a batch on other ranks and returns what the program's graph does; None if it can't.
 Split = Callable[[Program, bool, Frame, Sequence[ValidatedCall], Sequence[Member]], Any]
@@ -78,19 +57,13 @@ class BatchExecutor:
         fingerprint: Callable[[], str],
         graphs: GraphSource | None = None,
     ) -> None:
-        self.settings, self.fingerprint, self.graphs = settings, fingerprint, graphs
+        self.fingerprint = fingerprint
         self.sites = ActiveSitesCache()
         self.sides = SideMemo()
         self.frames: LruCache[Hashable, Frame] = LruCache(FRAMES)
         self.equal = Equality()
-        self.packed: PackedWeights = WeakIdKeyDictionary()
         self.twins, self.stacks = Twins(settings.inductor), StackCache()
-        self.runners: dict[RunnerKey, Run] = {}
-        self.by_stretch = StretchSteps()
-        self.loads = Prefetcher(self._frame, loader)
-        self.replays = Replays(settings, here=graphs is None)
-        self.watch: Stopwatch | None = None
-        self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
+        self.graphs = GraphRuns(settings, loader, self._frame, graphs)
         self.derived = DerivedWeights()
 
     def run(
@@ -124,7 +97,9 @@ class BatchExecutor:
     ) -> Iterator[tuple[Program, list[int]]]:
         """Yield the batches of a step by the members' numbers, and the program that runs each."""
         groups = [[n for n in group if n not in left_out] for group in in_batches(members)]
-        if self.loads.loader is not None:  # loads ahead are of rows that are known before the step
+        if (
+            self.graphs.loads.loader is not None
+        ):  # loads ahead are of rows that are known before the step
             groups = apart(groups, members)
         for group in filter(None, groups):
             compilations = [calls[n].inputs.compilation for n in group]
@@ -135,11 +110,7 @@ class BatchExecutor:
 
     def _drop_runners(self) -> None:
         """Drop what runs the graphs of twins that no longer exist."""
-        self.by_stretch.drop(self.twins.dropped)
-        for code in self.twins.dropped:
-            self.replays.drop(code)
-            for key in [key for key in self.runners if key[0] == code]:
-                del self.runners[key]
+        self.graphs.drop(self.twins.dropped)
         self.twins.dropped.clear()
 
     def _run(
@@ -157,7 +128,7 @@ class BatchExecutor:
         if split is not None:
             result = split(program, recording, frame, calls, members)
         if result is None:
-            result = self._computed(program, recording, frame, members)
+            result = self.graphs.run(Batch(program, recording, frame, members))
         outputs, emitted = result if recording else (result, ())
         if written:
             write_rows(frame.layout, written, emitted)
@@ -180,62 +151,6 @@ class BatchExecutor:
             member.given["dense"] = (
                 run_side(dense, capture, values, call.adapters) if dense.lanes else ()
             )
-
-    def _computed(
-        self, program: Program, recording: bool, frame: Frame, members: Sequence[Member]
-    ) -> Any:
-        """Run the graph of a batch."""
-        if frame.by_stretch:
-            fetch = self._timed(frame.fetch(members))
-            fetch = fetch if self.watch is None else self.watch.over(fetch)
-            result = self.by_stretch.run(program, frame, members, fetch)
-            if self.watch is not None:
-                self.watch.stop()
-            return result
-        packed = self._packed(recording, frame, members)
-        found = self._replayed(program, recording, frame, members, packed)
-        if found is not None:
-            return found
-        runner = self._runner(program, recording, frame, members, packed)
-        with self.loads.step(program, frame, members) as loading:
-            fetch = with_packed(frame, members, packed, frame.fetch(members, loading))
-            padded = self.replays.padded(program, recording, frame)
-            fetch = self._timed(fetch if padded is None else padded.fetch(fetch))
-            if loading is None and frame.late(members):
-                waits = partial(frame.waits, members=members)
-                order = [n for n in self.loads.order(program) if n not in packed]
-                fetch = FetchAhead(fetch, order, waits)
-            result = runner(fetch if self.watch is None else self.watch.over(fetch))
-        if padded is not None:
-            result = padded.strip(result)
-        if self.watch is not None:
-            self.watch.stop()
-        return result
-
-    def _replayed(
-        self,
-        program: Program,
-        recording: bool,
-        frame: Frame,
-        members: Sequence[Member],
-        packed: frozenset[str],
-    ) -> Any:
-        """Run the graph of a batch from a capture; None if it isn't captured, or may wait."""
-        if recording or packed or self.watch is not None or frame.late(members):
-            return None
-        if not self.replays.replayed(program):
-            return None
-        if self.loads.loader and not self._all_here(program, frame, members):
-            return None  # a loader brings them while the graph runs
-        make = partial(self._runner, program, False, frame, members, packed, pieces=False)
-        return self.replays.whole(program, frame, make, members)
-
-    def _all_here(self, program: Program, frame: Frame, members: Sequence[Member]) -> bool:
-        """Return True if all cached rows that a batch reads are on its device."""
-        book = self.replays.book(program, frame.device)
-        if all(m.cache is None or book.of(m.cache).all_here for m in members):
-            return True
-        return not frame.loaded_bytes(members, program.interface.inputs)
 
     def prepared(
         self, program: Program, calls: Sequence[ValidatedCall]
@@ -265,9 +180,7 @@ class BatchExecutor:
     def forget(self) -> None:
         """Drop frames, runners and side results; the programs they belong to are gone."""
         self.frames.clear()
-        self.runners.clear()
-        self.by_stretch.runners.clear()
-        self.replays.forget()
+        self.graphs.forget()
         self.sides.kept.clear()
         self.stacks.kept.clear()
         self.twins.forget()
@@ -278,10 +191,7 @@ class BatchExecutor:
         self.stacks.kept.clear()
         for _, frame in self.frames.items():
             frame.forget_given()
-        if self.settings.prepack:
-            self.runners.clear()
-            self.replays.forget()
-            self.packed.clear()
+        self.graphs.forget_packed()
 
     @contextmanager
     def nothing_kept(self) -> Iterator[None]:
@@ -294,16 +204,6 @@ class BatchExecutor:
             self.frames.keep_only(frames)
 
     # Parts of a run.
-
-    def _timed(self, fetch: Fetch) -> Fetch:
-        def timed(name: str) -> Tensor:
-            settle()
-            asked = time.perf_counter()
-            value = fetch(name)
-            self.waited += time.perf_counter() - asked
-            return value
-
-        return timed
 
     def _member(self, program: Program, call: ValidatedCall) -> Member:
         sizes, pyramid = call.inputs.sizes, program.interface.pyramid
@@ -338,64 +238,3 @@ class BatchExecutor:
         if chosen:  # its sites are those of this step alone
             return made()
         return self.frames.find((program.code, sites, batches, device), made)
-
-    def _packed(self, recording: bool, frame: Frame, members: Sequence[Member]) -> frozenset[str]:
-        """Return the inputs that kernels read as they are stored; a loader widens what it loads."""
-        compiles = self.settings.inductor or self.graphs is not None
-        if recording or compiles or self.loads.loader or not ops.has_kernels(frame.device):
-            return frozenset()
-        return packed_inputs(frame, members)
-
-    def _runner(
-        self,
-        program: Program,
-        recording: bool,
-        frame: Frame,
-        members: Sequence[Member],
-        packed: frozenset[str],
-        pieces: bool = True,
-    ) -> Run:
-        """Return the callable that runs a program; recordings are rare and run eagerly.
-
-        One made for more late inputs than there are gives the same results, so that what happens
-        to arrive early compiles nothing.
-        """
-        late = frame.late(members)
-        pieces = pieces and not recording and self.replays.in_pieces(program)
-        for code, records, most, reads, cut in self.runners:
-            known = (code, records, reads, cut)
-            if known == (program.code, recording, packed, pieces) and late <= most:
-                return self.runners[code, records, most, reads, cut]
-        key = (program.code, recording, late, packed, pieces)
-        if key not in self.runners:
-            module = program.recording if recording else program.module
-            if late:
-                module = sink_late(module, late)
-            compiles = self.settings.inductor and not recording and has_known_sizes(module.graph)
-            kernels = ops.has_kernels(frame.device)
-            # with `prepack`, Inductor packs the weights of the products that it sees
-            if kernels or not (compiles and self.settings.prepack):
-                module = fused(module, packed, pointwise=kernels and not compiles)
-            if self.graphs is not None:
-                self.runners[key] = self.graphs(program, recording)
-            elif compiles:
-                from maskfx.runtime.backends.inductor import compile_rows
-
-                example, waited = frame.inputs(members), self._waited(program, late)
-                self.runners[key] = compile_rows(program, module, self.settings, example, waited)
-            elif pieces:
-                from maskfx.runtime.backends.cuda_graphs import piecewise, recorder_on
-
-                waited, recorder = self._waited(program, late), recorder_on(frame.device)
-                self.runners[key] = piecewise(program.interface, module, waited, recorder)
-            else:
-                prepack = self.settings.prepack and not recording
-                self.runners[key] = Runner(module, prepack, self.packed)
-        return self.runners[key]
-
-    def _waited(self, program: Program, late: frozenset[str]) -> frozenset[str]:
-        """Return the inputs that may arrive while the graph runs."""
-        if self.loads.loader is None:
-            return late
-        sources = program.interface.inputs.items()
-        return late | {name for name, source in sources if isinstance(source, Cached)}

@@ -50,7 +50,9 @@ class ModuleChanges:
         change = self._weights.change()
         if change is WeightChange.TENSORS:  # captured graphs hold the old tensors
             self.forget()
-        if change is not WeightChange.NONE:
+        if change is WeightChange.MOVED:
+            self._executor.graphs.stop_replays()
+        elif change is not WeightChange.NONE:
             self.weights_changed()
 
     def choose(self) -> None:
@@ -58,8 +60,8 @@ class ModuleChanges:
         chosen = self._loads.choose()
         if chosen is not None:
             settings, loader = chosen
-            self._programs.settings = self._executor.settings = settings
-            self._executor.loads.loader = loader
+            self._programs.settings = self._executor.graphs.settings = settings
+            self._executor.graphs.loads.loader = loader
 
     def forget(self) -> None:
         """Drop all captures."""

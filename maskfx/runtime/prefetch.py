@@ -20,7 +20,7 @@ from maskfx.runtime.backends.eager import first_uses
 from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
-from maskfx.runtime.cache.loader import LoadedRows, Loader, Loading
+from maskfx.runtime.cache.loader import Loader, Loading
 
 
 @dataclass
@@ -53,11 +53,15 @@ AHEAD = 8  # loads of later steps that may be in flight; a further one cancels t
 
 @dataclass(frozen=True, eq=False)
 class StartedLoad:
-    """Loads in flight, and the members that they were begun for, in the order of their rows."""
+    """Loads in flight, and the members that they were begun for, in the order of their rows.
+
+    `early` loads were begun while an earlier step ran.
+    """
 
     frame: Frame
     members: tuple[Member, ...]
     loading: Loading
+    early: bool = False
 
     def places(self, member: Member) -> Iterator[int]:
         """Yield the places of the members that read what this member reads."""
@@ -93,6 +97,11 @@ class BatchLoads:
     loads: Sequence[StartedLoad]
     slots: Sequence[Slot]
 
+    @property
+    def early(self) -> bool:
+        """Whether all were begun while an earlier step ran."""
+        return all(load.early for load in self.loads)
+
     def __contains__(self, name: str) -> bool:
         return any(name in load.loading for load in self.loads)
 
@@ -112,6 +121,23 @@ class BatchLoads:
             load.loading.cancel()
 
 
+class TakenRows:
+    """The loads of a step whose inputs may be read twice: again where they don't fit a capture."""
+
+    def __init__(self, loads: BatchLoads) -> None:
+        self._loads = loads
+        self._taken: dict[str, Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._taken or name in self._loads
+
+    def take(self, name: str) -> Tensor:
+        """Wait for an input and return it."""
+        if name not in self._taken:
+            self._taken[name] = self._loads.take(name)
+        return self._taken[name]
+
+
 @dataclass
 class Prefetcher:
     """Manages the loads of one denoiser; without a loader the graph picks rows on demand.
@@ -128,7 +154,7 @@ class Prefetcher:
     @contextmanager
     def step(
         self, program: Program, frame: Frame, members: Sequence[Member]
-    ) -> Iterator[LoadedRows | None]:
+    ) -> Iterator[BatchLoads | None]:
         """Provide the loads of the running step; cancel those that it leaves unread."""
         if self.loader is None or all(m.cache is None for m in members):
             yield None
@@ -148,7 +174,7 @@ class Prefetcher:
 
         What the next step takes doesn't serve one after it, which may read the same rows again.
         """
-        loads = self._assembled(program, frame, members)
+        loads = self._assembled(program, frame, members, early=not next_step)
         self._begun += [load for load in loads.loads if load not in self._begun]
         if next_step:
             self._taken += [(loads.loads[number], place) for number, place in loads.slots]
@@ -176,7 +202,9 @@ class Prefetcher:
             self._orders[program.code] = [name for _, names in uses for name in names]
         return self._orders[program.code]
 
-    def _assembled(self, program: Program, frame: Frame, members: Sequence[Member]) -> BatchLoads:
+    def _assembled(
+        self, program: Program, frame: Frame, members: Sequence[Member], early: bool = False
+    ) -> BatchLoads:
         """Return the loads of a batch's members; begin those that aren't in flight, together."""
         loads, slots, missing = list(self._begun), list[Slot | None](), list[Member]()
         for member in members:
@@ -186,7 +214,7 @@ class Prefetcher:
         if missing:
             whole = len(missing) == len(slots)
             own = frame if whole else self.frame_of(program, missing)
-            loads.append(self._begin(program, own, members if whole else missing))
+            loads.append(self._begin(program, own, members if whole else missing, early))
         new = iter(loads[-1].reading() if missing else ())
         filled = [slot or (len(loads) - 1, next(new)) for slot in slots]
         used = sorted({number for number, _ in filled})
@@ -205,7 +233,10 @@ class Prefetcher:
         )
         return next((slot for slot in found if slot not in taken), None)
 
-    def _begin(self, program: Program, frame: Frame, members: Sequence[Member]) -> StartedLoad:
+    def _begin(
+        self, program: Program, frame: Frame, members: Sequence[Member], early: bool
+    ) -> StartedLoad:
         assert self.loader is not None, "nothing loads without a loader"
         jobs = frame.jobs(members, self.order(program))
-        return StartedLoad(frame, tuple(members), self.loader.begin(jobs, frame.device))
+        loading = self.loader.begin(jobs, frame.device)
+        return StartedLoad(frame, tuple(members), loading, early)

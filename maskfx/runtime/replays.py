@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from maskfx import ops
 from maskfx.config import Settings
 from maskfx.ir.program import Program
+from maskfx.runtime.backends import cuda_graphs
 from maskfx.runtime.backends.graph_function import Run
 from maskfx.runtime.backends.whole_steps import Graph, WholeSteps
 from maskfx.runtime.batch.captured_inputs import BatchInputs
@@ -19,13 +21,16 @@ from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.padding import PaddedFrame, can_pad
 from maskfx.runtime.batch.row_addresses import AddressBook
+from maskfx.runtime.cache.loader import LoadedRows
+from maskfx.runtime.devices import free_share
 
 
 class Replays:
     """What one denoiser replays.
 
-    A layout that comes again is captured whole. Others run in padded pieces, whose captures serve
-    all layouts of a size; Inductor's code isn't cut, and runs as it is.
+    A layout that comes again is captured whole. Others run operator by operator or, if the settings
+    ask for CUDA graphs, in padded pieces, whose captures serve all layouts of a size; Inductor's
+    code isn't cut, and runs as it is.
 
     Args:
         settings: How the denoiser was compiled.
@@ -33,47 +38,52 @@ class Replays:
     """
 
     def __init__(self, settings: Settings, here: bool) -> None:
-        self.pieces = settings.cuda_graphs and here and not settings.inductor
-        self._on = settings.cuda_graphs and here
+        self.pieces = settings.cuda_graphs is True and here and not settings.inductor
+        self._on = settings.cuda_graphs is not False and here
+        self._anywhere = settings.cuda_graphs is True
         self.paddings: MutableMapping[Frame, PaddedFrame] = WeakIdKeyDictionary()
         self._known: dict[str, bool] = {}
         self._books: dict[tuple[str, torch.device], AddressBook] = {}
-        self._whole: WholeSteps | None = None
+        self._whole: dict[torch.device, WholeSteps] = {}
 
-    def replayed(self, program: Program) -> bool:
-        """Return True if the graph of a program can be replayed."""
-        if not self._on:
+    def replayed(self, program: Program, device: torch.device) -> bool:
+        """Return True if the graph of a program can be replayed on a device."""
+        if not self._on or not (self._anywhere or cuda_graphs.recorder_on(device) is not None):
             return False
         if program.code not in self._known:
             known = has_known_sizes(program.module.graph)
             self._known[program.code] = known and can_pad(program.interface)
         return self._known[program.code]
 
-    def in_pieces(self, program: Program) -> bool:
+    def in_pieces(self, program: Program, device: torch.device) -> bool:
         """Return True if the graph of a program runs in pieces that CUDA graphs replay."""
-        return self.pieces and self.replayed(program)
+        return self.pieces and self.replayed(program, device)
 
     def padded(self, program: Program, recording: bool, frame: Frame) -> PaddedFrame | None:
         """Return the padding of a batch whose graph is replayed in pieces."""
-        if recording or not self.in_pieces(program):
+        if recording or not self.in_pieces(program, frame.device):
             return None
         if frame not in self.paddings:
             self.paddings[frame] = PaddedFrame(frame)
         return self.paddings[frame]
 
     def whole(
-        self, program: Program, frame: Frame, make: Callable[[], Run], members: Sequence[Member]
+        self,
+        program: Program,
+        make: Callable[[], Run],
+        frame: Frame,
+        members: Sequence[Member],
+        loading: LoadedRows | None,
     ) -> Any:
         """Run the graph of a replayed program from a capture; return None if it isn't captured."""
-        if self._whole is None:
-            from maskfx.runtime.backends import cuda_graphs
-
-            recorder = cuda_graphs.recorder_on(frame.device)
+        device = frame.device
+        if device not in self._whole:
+            recorder = cuda_graphs.recorder_on(device)
             if recorder is None:
                 return None
-            self._whole = WholeSteps(recorder)
-        step = BatchInputs(frame, members, self.book(program, frame.device))
-        return self._whole.run(frame, Graph(program.code, make), step)
+            self._whole[device] = WholeSteps(recorder, partial(free_share, device))
+        step = BatchInputs(frame, members, self.book(program, device), loading)
+        return self._whole[device].run(frame, Graph(program.code, make), step)
 
     def book(self, program: Program, device: torch.device) -> AddressBook:
         """Return the addresses of a program's recordings on a device."""
@@ -88,12 +98,17 @@ class Replays:
         for key in [key for key in self._books if key[0] == code]:
             del self._books[key]
 
+    def stop(self) -> None:
+        """Drop all captures, and make no more."""
+        self.pieces = self._on = False
+        self.forget()
+
     def forget(self) -> None:
         """Drop all captures; the programs they belong to are gone."""
         self._known.clear()
         self._books.clear()
-        if self._whole is not None:
-            self._whole.forget()
+        for whole in self._whole.values():
+            whole.forget()
 
 
 def has_known_sizes(graph: fx.Graph) -> bool:

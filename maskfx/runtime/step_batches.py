@@ -94,7 +94,7 @@ class StepBatches:
 
     def ahead(self, calls: Sequence[ValidatedCall], only: bool) -> list[Loading]:
         """Prefetch the rows that these calls read; with `only`, cancel what others read."""
-        loads = self._executor.loads
+        loads = self._executor.graphs.loads
         groups = list(self.batches(calls))
         if only:
             loads.forget_others([member for *_, members in groups for member in members])

@@ -26,8 +26,14 @@ class WeightChange(enum.Enum):
     """How the weights changed since the last check."""
 
     NONE = enum.auto()
+    MOVED = enum.auto()  # the same numbers lie elsewhere
     VALUES = enum.auto()
     TENSORS = enum.auto()
+
+    @property
+    def same_numbers(self) -> bool:
+        """Whether the weights have the numbers that they had."""
+        return self in (WeightChange.NONE, WeightChange.MOVED)
 
 
 PLAIN = (Tensor, nn.Parameter)
@@ -99,7 +105,7 @@ class Weights:
         if not self._same:
             if self._moved():
                 self._remember()
-                return WeightChange.NONE
+                return WeightChange.MOVED
             change = WeightChange.TENSORS
         else:
             change = WeightChange.NONE if self._count() == self._version else WeightChange.VALUES

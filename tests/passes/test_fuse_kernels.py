@@ -131,7 +131,7 @@ def test_a_recording_emits_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     denoiser = maskfx.compile(module)
     wanted, kept = denoiser.record(**inputs)
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
-    denoiser._executor.runners.clear()
+    denoiser._executor.graphs.runners.clear()
     found, again = denoiser.record(**inputs)
     assert torch.equal(found, wanted)
     assert kept.rows.keys() == again.rows.keys()
@@ -167,7 +167,7 @@ def test_denoisers_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) 
     counts = [operators(fused(p.module).graph) for p in denoiser.programs.values()]
     assert sum(count[fused_name] for count in counts for fused_name in NAMES)
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
-    denoiser._executor.runners.clear()
+    denoiser._executor.graphs.runners.clear()
     found = denoiser.edit(steps)
     for one, two in zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True):
         assert torch.equal(one, two)

@@ -92,7 +92,7 @@ def test_edits_of_packed_recordings_compute_the_same(monkeypatch: pytest.MonkeyP
         return packed(*args)
 
     monkeypatch.setattr(ops, "attend_packed", watched)
-    denoiser._executor.runners.clear()
+    denoiser._executor.graphs.runners.clear()
     kinds = [{torch.int8}, {torch.uint8}, set(), set()]
     for names, expected, kind in zip(batches, wanted, kinds, strict=True):
         read.clear()

@@ -8,38 +8,17 @@ import accelerate  # type: ignore[import-untyped,unused-ignore]
 import numpy as np
 import pytest
 import torch
-from accelerate.hooks import (  # type: ignore[import-untyped,unused-ignore]
-    CpuOffload,
-    add_hook_to_module,
-)
-from torch import nn
+from accelerate.hooks import add_hook_to_module  # type: ignore[import-untyped,unused-ignore]
 
 import maskfx
 from maskfx.compiler.capture.capture import capture
 from maskfx.runtime import program_cache
 from tests.factories import emulated
+from tests.factories.offloading import Elsewhere
 from tests.factories.pipelines import PIPES, call_of, square
 
 NAME = "FluxInpaintPipeline"
 DEVICE = torch.device(emulated.NAME, 0)
-
-
-class Elsewhere(CpuOffload):  # type: ignore[misc]
-    """Brings a module to other memory each time that it was sent away, as a move and back does."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.brought, self.away = 0, True
-
-    def init_hook(self, module: nn.Module) -> nn.Module:
-        return module
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.away:
-            self.away = False
-            self.brought += 1
-            module._apply(torch.clone)
-        return args, kwargs
 
 
 def pixels(pipe: Any, device: torch.device | str = "cpu", seed: int = 0) -> Any:

@@ -209,7 +209,7 @@ def test_other_adapters_make_nothing_again(monkeypatch: pytest.MonkeyPatch) -> N
     module = Stack(1).eval()
     denoiser = maskfx.compile(module)
     check_members(denoiser, module, [(update_of(module, 4, 1),), ()])
-    made, runners = denoiser._executor.twins.made, dict(denoiser._executor.runners)
+    made, runners = denoiser._executor.twins.made, dict(denoiser._executor.graphs.runners)
 
     def again(*_: object, **__: object) -> Any:
         raise AssertionError("captured again")
@@ -218,7 +218,7 @@ def test_other_adapters_make_nothing_again(monkeypatch: pytest.MonkeyPatch) -> N
     for seed, rank in ((2, 1), (3, 64), (4, 7)):
         check_members(denoiser, module, [(update_of(module, rank, seed),), ()])
     assert denoiser._executor.twins.made == made == 1
-    assert denoiser._executor.runners == runners
+    assert denoiser._executor.graphs.runners == runners
 
 
 def test_many_sets_of_layers_end_with_one_twin() -> None:
@@ -231,7 +231,7 @@ def test_many_sets_of_layers_end_with_one_twin() -> None:
     assert denoiser._executor.twins.made == 3 + twins.TWINS
     [known] = denoiser._executor.twins._twins.values()
     assert [len(weights) for weights in known] == [3 + twins.TWINS]
-    codes = {code for code, *_ in denoiser._executor.runners}
+    codes = {code for code, *_ in denoiser._executor.graphs.runners}
     assert codes == {*denoiser.programs, *(twin.program.code for twin in known.values())}
 
 

@@ -30,36 +30,50 @@ BUCKETS = 8  # captures of a piece: one for each set of input sizes
 AFTER = 1  # runs of the same sizes before a piece is captured
 
 
+Runs = Callable[[], list[Tensor]]
+Replayed = tuple[list[Tensor], Callable[[], None]]
+
+
 class Recorder(Protocol):
     """Captures what a function launches."""
 
-    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Return the function's results, and what computes them again in the same memory."""
+    def capture(self, run: Runs, pool: Any = None) -> Replayed:
+        """Return the function's results, and what computes them again in the same memory.
+
+        Captures with one `pool` share the memory of what they compute: they are replayed one after
+        another, on one stream, and the results are read before the next replay.
+        """
+        ...
+
+    def pool(self) -> Any:
+        """Return a new pool; it can't be used again after all of its captures are dropped."""
         ...
 
 
 class CudaRecorder:
     """Captures CUDA graphs on one device.
 
-    Each has a pool of its own: a shared one is for graphs that replay in the order of their
-    captures, and pieces are captured whenever new sizes come.
+    Pieces have a pool of memory each, because results of one are inputs of another.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+    def capture(self, run: Runs, pool: Any = None) -> Replayed:
         with torch.cuda.device(self._device):
-            return self._capture(run)
+            return self._capture(run, pool)
 
-    def _capture(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def _capture(self, run: Runs, pool: Any) -> Replayed:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             run()  # libraries allocate their workspaces, kernels are compiled and tuned
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             results = run()
         graph.replay()  # a capture computes nothing
         return results, graph.replay

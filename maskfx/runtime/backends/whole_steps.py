@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 KEPT = 8  # captured layouts
 SEEN = 32  # layouts that are known to have run
+LEAST_FREE = 0.125  # of the device's memory: with less, nothing is captured
 Step = TypeVar("Step", contravariant=True)
 
 
@@ -54,6 +55,15 @@ class Inputs(Protocol):
         ...
 
 
+class Key(NamedTuple):
+    """What a capture is known by."""
+
+    layout: int
+    graph: Hashable
+    form: Hashable
+    stream: int
+
+
 @dataclass(frozen=True)
 class Graph:
     """A graph that may be captured.
@@ -76,12 +86,14 @@ class CapturedStep(Generic[Step]):
         results: Memory that a replay writes.
         replay: Computes them again.
         held: Keeps what the graph reads beside its inputs.
+        pool: The memory of what it computes, which captures of one stream share.
     """
 
     memory: Memory[Step]
     results: list[Tensor]
     replay: Callable[[], None]
     held: list[object]
+    pool: Any
 
     def run(self, step: Step) -> list[Tensor] | None:
         """Return the results of a step; None if its inputs don't fit the capture."""
@@ -96,13 +108,14 @@ class WholeSteps:
 
     Args:
         recorder: Captures what a function launches.
+        free: Returns the share of the device's memory that is free.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    def __init__(self, recorder: Recorder, free: Callable[[], float] = lambda: 1.0) -> None:
+        self.recorder, self._free = recorder, free
         # layouts, which are held because their ids are in the key, and whether captures fail
-        self._seen: LruCache[Hashable, tuple[object, bool]] = LruCache(SEEN)
-        self._kept: LruCache[Hashable, CapturedStep[Any]] = LruCache(KEPT)
+        self._seen: LruCache[Key, tuple[object, bool]] = LruCache(SEEN)
+        self._kept: LruCache[Key, CapturedStep[Any]] = LruCache(KEPT)
         self._lock = threading.Lock()
 
     def run(self, layout: object, graph: Graph, step: Inputs) -> list[Tensor] | None:
@@ -114,7 +127,7 @@ class WholeSteps:
             step: Its inputs.
         """
         with self._lock:
-            key = id(layout), graph.key, step.form, current_stream()
+            key = Key(id(layout), graph.key, step.form, current_stream())
             known = self._kept.get(key)
             if known is not None:
                 return known.run(step)
@@ -130,23 +143,42 @@ class WholeSteps:
         self._kept.clear()
         self._seen.clear()
 
-    def _capture(
-        self, key: Hashable, graph: Graph, step: Inputs, layout: object
-    ) -> list[Tensor] | None:
-        try:
-            captured = self._captured(graph, step)
-        except Exception as error:  # an operator that can't be captured, or too little memory
-            log.warning("a step isn't captured: %s: %s", type(error).__name__, error)
+    def _capture(self, key: Key, graph: Graph, step: Inputs, layout: object) -> list[Tensor] | None:
+        why: object = None
+        if not self._has_room():
+            why = f"less than {LEAST_FREE:.0%} of the device's memory is free"
+        else:
+            try:
+                captured = self._captured(graph, step, self._pool(key.stream))
+            except Exception as error:  # an operator that can't be captured, or too little memory
+                why = f"{type(error).__name__}: {error}"
+                if isinstance(error, torch.OutOfMemoryError):
+                    self._kept.clear()
+        if why is not None:
+            log.warning("a step isn't captured: %s", why)
             self._seen.put(key, (layout, True))
-            if isinstance(error, torch.OutOfMemoryError):
-                self._kept.clear()
             return None
         captured.held.append(layout)
         self._kept.put(key, captured)
         return [result.clone() for result in captured.results]
 
-    def _captured(self, graph: Graph, step: Inputs) -> CapturedStep[Any]:
+    def _has_room(self) -> bool:
+        """Return True if a capture leaves other parts of the process enough memory.
+
+        Without room, what the captures hold is given back.
+        """
+        if self._free() >= LEAST_FREE:
+            return True
+        self._kept.clear()
+        return False
+
+    def _pool(self, stream: int) -> Any:
+        """Return the pool of a stream's captures; without any, a new one."""
+        shared = (kept.pool for key, kept in self._kept.items() if key.stream == stream)
+        return next(shared, None) or self.recorder.pool()
+
+    def _captured(self, graph: Graph, step: Inputs, pool: Any) -> CapturedStep[Any]:
         run, memory = graph.make(), step.memory()
         with holding() as held:
-            results, replay = self.recorder.capture(lambda: list(run(memory.fetch())))
-        return CapturedStep(memory, results, replay, held)
+            results, replay = self.recorder.capture(lambda: list(run(memory.fetch())), pool)
+        return CapturedStep(memory, results, replay, held, pool)

@@ -23,6 +23,7 @@ from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.recorded import by_norm, rest_stats
 from maskfx.runtime.batch.row_addresses import STATS, AddressBook, RowAddresses, StatsKey
+from maskfx.runtime.cache.loader import LoadedRows
 
 Value = tuple[str, int, int]  # where an argument is from: its origin, its index, the member
 
@@ -35,11 +36,13 @@ class BatchInputs:
         frame: Of the batch.
         members: Its members, with the values of this step.
         book: The addresses of recordings.
+        loading: The rows that are loaded for this step, if any are.
     """
 
     frame: Frame
     members: Sequence[Member]
     book: AddressBook
+    loading: LoadedRows | None = None
 
     @cached_property
     def addresses(self) -> list[RowAddresses | None]:
@@ -50,6 +53,11 @@ class BatchInputs:
     def form(self) -> Hashable:
         """Return what decides, beside the layout, how rows are copied."""
         return tuple(None if one is None else one.form for one in self.addresses)
+
+    @cached_property
+    def fetch(self) -> Callable[[str], Any]:
+        """Return what gives the inputs of this step."""
+        return self.frame.fetch(self.members, self.loading)
 
     def memory(self) -> CapturedInputs:
         """Return the memory of a capture, with the inputs of this step."""
@@ -78,7 +86,7 @@ class CapturedInputs:
             if isinstance(source, Given) and self._is_copied(source, first.members)
         }
         rest = [name for name in sources if not self._computes(name)]
-        fetch = first.frame.fetch(first.members)
+        fetch = first.fetch
         self._fixed = {name: fetch(name) for name in rest if first.frame.is_fixed(sources[name])}
         fetched = [name for name in rest if name not in self._fixed]
         self._once = [name for name in fetched if is_of_request(sources[name])]
@@ -134,7 +142,7 @@ class CapturedInputs:
 
         Those that are computed once per request only if another request is in the batch.
         """
-        fetch = step.frame.fetch(step.members)
+        fetch = step.fetch
         found: dict[Hashable, Any] = {name: fetch(name) for name in self._fetched}
         requests = requests_of(step)
         if len(requests) != len(self._requests) or not all(map(is_, requests, self._requests)):

@@ -51,8 +51,15 @@ class RerunRecorder:
 
     def __init__(self) -> None:
         self.captures = 0
+        self.pools: list[object] = []
 
-    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+    def pool(self) -> object:
+        return object()
+
+    def capture(
+        self, run: Callable[[], list[Tensor]], pool: object = None
+    ) -> tuple[list[Tensor], Callable[[], None]]:
+        self.pools.append(pool)
         self.captures += 1
         results = [value.clone() for value in run()]
 
@@ -88,10 +95,10 @@ def test_padded_pieces_equal_the_whole() -> None:
     for step in steps:  # alone too
         assert_same(pieces.edit([step]), plain.edit([step]))
     executor = pieces._executor
-    assert len(executor.replays.paddings)
+    assert len(executor.graphs.replays.paddings)
     executor.frames.clear()
     gc.collect()
-    assert not len(executor.replays.paddings), "paddings keep no frame"
+    assert not len(executor.graphs.replays.paddings), "paddings keep no frame"
 
 
 def test_captured_pieces_equal_the_whole(recorder: RerunRecorder) -> None:
@@ -189,7 +196,10 @@ def test_a_piece_that_cant_be_captured_runs_as_before(caplog: pytest.LogCaptureF
     (piece,) = cut(torch.fx.GraphModule({}, graph), lambda node: False)
 
     class Failing:
-        def capture(self, run: Any) -> Any:
+        def pool(self) -> object:
+            return object()
+
+        def capture(self, run: Any, pool: object = None) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     run = CapturedPiece(piece, Failing(), ())

@@ -85,4 +85,4 @@ def test_packed_weights_give_the_same_and_follow_changes(monkeypatch: pytest.Mon
             outputs.append(denoiser.edit([step])[0])
         assert torch.allclose(outputs[0], outputs[1], atol=1e-6)
         module.k.weight.mul_(3)
-    assert len(packed._executor.packed)
+    assert len(packed._executor.graphs.packed)

@@ -90,7 +90,9 @@ def test_with_a_loader_code_is_cut_where_it_reads_loaded_rows() -> None:
             for mask in MASKS.values():
                 found = denoiser.edit([maskfx.EditStep(arguments, mask(size), cache)])[0]
                 assert error(found, module(**arguments)) < 1e-5
-        (runner,) = (r for r in denoiser._executor.runners.values() if isinstance(r, PieceRunner))
+        (runner,) = (
+            r for r in denoiser._executor.graphs.runners.values() if isinstance(r, PieceRunner)
+        )
         assert len(runner.pieces) >= 3
         asked: list[str] = []
         for number, run in enumerate(runner._runs):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import add_hook_to_module  # type: ignore[import-untyped,unused-ignore]
 
 import maskfx
 from maskfx import Loader
@@ -19,6 +20,7 @@ from maskfx.runtime.batch.row_addresses import AddressBook
 from maskfx.runtime.cache.step_cache import with_tensors
 from maskfx.runtime.sites.masks import Masks, find_reach
 from tests.factories import emulated, masks
+from tests.factories.offloading import Elsewhere
 from tests.factories.zoo import ZOO
 from tests.passes.test_fuse_kernels import Blocks
 from tests.passes.tools import shared, timed
@@ -77,8 +79,7 @@ def changed(steps: list[Any], by: float) -> list[Any]:
 
 
 def captures(denoiser: Any) -> int:
-    whole = denoiser._executor.replays._whole
-    return 0 if whole is None else len(whole._kept)
+    return sum(len(whole._kept) for whole in denoiser._executor.graphs.replays._whole.values())
 
 
 @pytest.mark.parametrize("kinds", [("random",), ("random", "stroke"), ("full", "border")])
@@ -136,13 +137,16 @@ def test_what_cannot_be_captured_runs_as_before(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing:
-        def capture(self, run: Any) -> Any:
+        def pool(self) -> object:
+            return object()
+
+        def capture(self, run: Any, pool: object = None) -> Any:
             raise torch.OutOfMemoryError("no memory for a capture")
 
     monkeypatch.setattr(cuda_graphs, "recorder_on", lambda device: Failing())
     plain, replayed = both()
     executor = replayed._executor
-    monkeypatch.setattr(executor.replays, "pieces", False)
+    monkeypatch.setattr(executor.graphs.replays, "pieces", False)
     steps = steps_of(plain, 7, kinds=("random",))
     for _ in range(4):
         assert_same(replayed.edit(steps), plain.edit(steps))
@@ -156,8 +160,13 @@ def test_captures_are_bounded(recorder: RerunRecorder) -> None:
         for _ in range(2):
             replayed.edit(steps)
     assert captures(replayed) == whole_steps.KEPT
+    pools = [pool for pool in recorder.pools if pool is not None]
+    assert len(set(map(id, pools))) == 1, "they share what they compute with"
     replayed._executor.forget()
     assert captures(replayed) == 0
+    for _ in range(2):
+        replayed.edit(steps)
+    assert recorder.pools[-1] is not pools[0], "a pool without captures is gone"
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
@@ -176,6 +185,74 @@ def test_a_loader_keeps_steps_whole_whose_rows_are_on_the_device(
         found = replayed.edit([maskfx.EditStep(inputs, mask, there)])
         assert_same(emulated.to(found, "cpu"), emulated.to([wanted], "cpu"))
     assert captures(replayed) == (where == "device")
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_rows_whose_loads_began_in_an_earlier_step_are_replayed_whole(
+    recorder: RerunRecorder, early: bool
+) -> None:
+    """A step whose loads begin with it computes what it can until they arrive."""
+    device = torch.device(emulated.NAME, 0)
+    case = ZOO["FluxTransformer2DModel"]
+    module, size = case.build().to(device), case.sizes[0]
+    replayed = maskfx.compile(module, cuda_graphs=True, loader=Loader())
+    mask = masks.random(case.mask_shape(size), 1)
+    for seed in range(5):
+        inputs = emulated.to(case.inputs(size, seed), device)
+        wanted, kept = replayed.record(**inputs)
+        step = maskfx.EditStep(inputs, mask, with_tensors(kept, lambda t: t.cpu()))
+        replayed.ahead([step], only=not early)
+        if seed == 3:  # what was taken for a capture that can't take it is used by the other way
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(captured_inputs, "fits", lambda value, kept: False)
+                found = replayed.edit([step])
+        else:
+            found = replayed.edit([step])
+        assert_same(emulated.to(found, "cpu"), emulated.to([wanted], "cpu"))
+    assert captures(replayed) == early
+
+
+def test_steps_are_replayed_whole_unless_graphs_are_refused(recorder: RerunRecorder) -> None:
+    usual, refused = (
+        maskfx.compile(shared(Blocks)),
+        maskfx.compile(shared(Blocks), cuda_graphs=False),
+    )
+    steps = steps_of(usual, 3, kinds=("random",))
+    for _ in range(3):
+        assert_same(usual.edit(steps), refused.edit(steps))
+    assert (captures(usual), captures(refused)) == (1, 0)
+    assert not len(usual._executor.graphs.replays.paddings), "pieces are asked for"
+
+
+def test_without_much_free_memory_nothing_is_captured(
+    recorder: RerunRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, replayed = both()
+    one, two = (steps_of(plain, seed, kinds=("random",)) for seed in (1, 2))
+    for _ in range(2):
+        replayed.edit(one)
+    assert captures(replayed) == 1
+    [whole] = replayed._executor.graphs.replays._whole.values()
+    monkeypatch.setattr(whole, "_free", lambda: 0.1)
+    for _ in range(3):
+        assert_same(replayed.edit(two), plain.edit(two))
+    assert captures(replayed) == 0, "what they hold is given back"
+    assert caplog.text.count("less than 12% of the device's memory is free") == 1
+
+
+def test_weights_that_are_moved_about_are_not_captured_again(recorder: RerunRecorder) -> None:
+    """A capture reads them where they were: offloading has them elsewhere in each call."""
+    module, hook = ZOO["FluxTransformer2DModel"].build(), Elsewhere()
+    add_hook_to_module(module, hook)
+    case, replayed = ZOO["FluxTransformer2DModel"], maskfx.compile(module, cuda_graphs=True)
+    inputs = case.inputs(case.sizes[0], 1)
+    wanted, kept = replayed.record(**inputs)
+    step = maskfx.EditStep(inputs, masks.random(case.mask_shape(case.sizes[0]), 1), kept)
+    for moves, found in ((False, 0), (False, 1), (True, 0), (False, 0), (False, 0)):
+        hook.away = moves
+        assert_same(replayed.edit([step]), [wanted])
+        assert captures(replayed) == found
+    assert not any(key[-1] for key in replayed._executor.graphs.runners), "nor pieces"
 
 
 @pytest.mark.slow

@@ -315,16 +315,16 @@ def test_a_step_that_fails_lets_go_what_it_loaded() -> None:
     _, cache = denoiser.record(**inputs)
     step = maskfx.EditStep(inputs, masks.random(case.mask_shape(size), 0), cache)
     wanted = denoiser.edit([step])
-    [(key, runner)] = [item for item in denoiser._executor.runners.items() if not item[0][1]]
+    [(key, runner)] = [item for item in denoiser._executor.graphs.runners.items() if not item[0][1]]
 
     def fails(fetch: Callable[[str], Tensor]) -> None:
         raise RuntimeError("in the middle of a step")
 
-    denoiser._executor.runners[key] = fails
+    denoiser._executor.graphs.runners[key] = fails
     with pytest.raises(RuntimeError, match="in the middle"):
         denoiser.edit([step])
     until(lambda: loader.staged == 0)
-    denoiser._executor.runners[key] = runner
+    denoiser._executor.graphs.runners[key] = runner
     assert error(denoiser.edit([step]), wanted) == 0
     cache.rows.popitem()
     with pytest.raises(CacheError, match="record the step again"):
