@@ -61,7 +61,7 @@ class ExportedDenoiser(CompiledDenoiser):
         self.compilation, self.capture = read_compilation(module, self.graphs)
         how = settings_of(settings or Settings(), self.compilation)
         super().__init__(module, how, loader=loader)
-        self._executor.graphs.source = self.graphs.runner
+        self._executor.graphs.run_by(self.graphs.runner)
 
     def _find_weights(self) -> Weights:
         return Weights(self.module, str(self.graphs.manifest["weights"]))

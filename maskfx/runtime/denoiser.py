@@ -379,6 +379,11 @@ class CompiledDenoiser:
         self._changes.choose()
         return self._loads.describe(self.loader, self.planner)
 
+    @property
+    def replays(self) -> str:
+        """Return whether steps whose masks come again are replayed from CUDA graphs."""
+        return self._executor.graphs.replays.describe()
+
     def explain(self, mask_ratio: float = 0.1) -> str:
         """Return a text that lists what each pass did, what runs where, and what it costs."""
         from maskfx.runtime.explain import explain

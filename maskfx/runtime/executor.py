@@ -22,7 +22,7 @@ from maskfx.runtime.batch.member import Member, in_batches
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.rolling import write_rows
 from maskfx.runtime.derived_weights import DerivedWeights
-from maskfx.runtime.graph_runs import Batch, GraphRuns, GraphSource
+from maskfx.runtime.graph_runs import Batch, GraphRuns
 from maskfx.runtime.lora.stacks import StackCache
 from maskfx.runtime.side_graphs import SideMemo, run_side
 from maskfx.runtime.sites.active import ActiveSitesCache
@@ -47,7 +47,6 @@ class BatchExecutor:
         settings: How the denoiser was compiled.
         loader: Loads cached rows while a graph computes; None picks them when the graph reads them.
         fingerprint: Returns the fingerprint of the weights, which is stored in recordings.
-        graphs: Runs the graphs of programs; by default they are run here or compiled by Inductor.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class BatchExecutor:
         settings: Settings,
         loader: Loader | None,
         fingerprint: Callable[[], str],
-        graphs: GraphSource | None = None,
     ) -> None:
         self.fingerprint = fingerprint
         self.sites = ActiveSitesCache()
@@ -63,7 +61,7 @@ class BatchExecutor:
         self.frames: LruCache[Hashable, Frame] = LruCache(FRAMES)
         self.equal = Equality()
         self.twins, self.stacks = Twins(settings.inductor), StackCache()
-        self.graphs = GraphRuns(settings, loader, self._frame, graphs)
+        self.graphs = GraphRuns(settings, loader, self._frame)
         self.derived = DerivedWeights()
 
     def run(

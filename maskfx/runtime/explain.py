@@ -44,6 +44,9 @@ class Explained(Protocol):
     @property
     def loads(self) -> str: ...
 
+    @property
+    def replays(self) -> str: ...
+
 
 def explain(denoiser: Explained, mask_ratio: float = 0.1) -> str:
     """Describe each capture: passes, FLOPs by row set and mask, cache bytes, what runs in full."""
@@ -58,6 +61,7 @@ def explain(denoiser: Explained, mask_ratio: float = 0.1) -> str:
     if denoiser.settings.mode == "patch_batch":
         lines += ["", PATCH_BATCH, *(f"  {line}" for line in denoiser.dense_ways.lines())]
     lines += ["", f"Cached rows are loaded {denoiser.loads}."]
+    lines += ["", f"Steps whose masks come again {denoiser.replays}."]
     for why in denoiser.stays_alone:
         lines += ["", f"Requests that compute everything don't share calls of the module: {why}."]
     return "\n".join(lines)

@@ -69,7 +69,6 @@ class GraphRuns:
         settings: How the denoiser was compiled.
         loader: Loads cached rows while a graph computes; None picks them when the graph reads them.
         frame_of: Returns the frame of a batch of members.
-        source: Returns what runs a graph; by default graphs run here or are compiled by Inductor.
     """
 
     def __init__(
@@ -77,16 +76,21 @@ class GraphRuns:
         settings: Settings,
         loader: Loader | None,
         frame_of: Callable[[Program, Sequence[Member]], Frame],
-        source: GraphSource | None = None,
     ) -> None:
-        self.settings, self.source = settings, source
+        self.settings = settings
+        self.source: GraphSource | None = None
         self.packed: PackedWeights = WeakIdKeyDictionary()
         self.runners: dict[RunnerKey, Run] = {}
         self.by_stretch = StretchSteps()
         self.loads = Prefetcher(frame_of, loader)
-        self.replays = Replays(settings, here=source is None)
+        self.replays = Replays(settings)
         self.watch: Stopwatch | None = None
         self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
+
+    def run_by(self, source: GraphSource) -> None:
+        """Have all graphs run by something else, which isn't captured."""
+        self.source = source
+        self.replays.stop("exported graphs run them")
 
     def run(self, batch: Batch) -> Any:
         """Run the graph of a batch and return what it returns."""
@@ -131,7 +135,7 @@ class GraphRuns:
 
     def stop_replays(self) -> None:
         """Drop all captures and make no more: the weights that they read are moved about."""
-        self.replays.stop()
+        self.replays.stop("its weights are moved about, and captures would read where they were")
         self.runners = {key: run for key, run in self.runners.items() if not key[-1]}
 
     # From a capture.

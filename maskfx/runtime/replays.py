@@ -34,13 +34,13 @@ class Replays:
 
     Args:
         settings: How the denoiser was compiled.
-        here: Whether its graphs run in this process.
     """
 
-    def __init__(self, settings: Settings, here: bool) -> None:
-        self.pieces = settings.cuda_graphs is True and here and not settings.inductor
-        self._on = settings.cuda_graphs is not False and here
+    def __init__(self, settings: Settings) -> None:
+        self.pieces = settings.cuda_graphs is True and not settings.inductor
+        self._on = settings.cuda_graphs is not False
         self._anywhere = settings.cuda_graphs is True
+        self._why = "it is compiled with cuda_graphs=False"  # why nothing is captured
         self.paddings: MutableMapping[Frame, PaddedFrame] = WeakIdKeyDictionary()
         self._known: dict[str, bool] = {}
         self._books: dict[tuple[str, torch.device], AddressBook] = {}
@@ -92,15 +92,25 @@ class Replays:
             self._books[key] = AddressBook(program.interface, device)
         return self._books[key]
 
+    def describe(self) -> str:
+        """Return whether steps are replayed whole, and how many captures there are."""
+        if not self._on:
+            return f"run operator by operator: {self._why}"
+        count = sum(map(len, self._whole.values()))
+        if not count:
+            return "run as others do: none is captured, which needs a CUDA device"
+        return f"are replayed whole from CUDA graphs ({count} captured)"
+
     def drop(self, code: str) -> None:
         """Drop what is known of a program that no longer exists."""
         self._known.pop(code, None)
         for key in [key for key in self._books if key[0] == code]:
             del self._books[key]
 
-    def stop(self) -> None:
+    def stop(self, why: str) -> None:
         """Drop all captures, and make no more."""
         self.pieces = self._on = False
+        self._why = why
         self.forget()
 
     def forget(self) -> None:

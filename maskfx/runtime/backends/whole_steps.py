@@ -138,6 +138,9 @@ class WholeSteps:
                 return None
             return self._capture(key, graph, step, layout)
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def forget(self) -> None:
         """Drop all captures; call it when graphs change."""
         self._kept.clear()

@@ -106,3 +106,36 @@ def test_nothing_is_measured_without_a_gpu() -> None:
 
 def test_buckets() -> None:
     assert [bucket(n) for n in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
+
+
+@pytest.mark.parametrize(
+    ("raised", "seconds"), [(None, 0.002), (RuntimeError("no capture"), 0.005)]
+)
+def test_what_cannot_be_captured_is_timed_with_its_launches(
+    raised: Exception | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    testing = pytest.importorskip("triton.testing")
+
+    def captured(run: Callable[[], object], rep: int) -> float:
+        if raised is not None:
+            raise raised
+        return 2.0
+
+    monkeypatch.setattr(testing, "do_bench_cudagraph", captured)
+    monkeypatch.setattr(testing, "do_bench", lambda run, warmup, rep: 5.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    ran: list[int] = []
+    assert tuning.measure_on_gpu(lambda: ran.append(1)) == seconds
+    assert ran == [1], "compiled before the capture"
+
+
+def test_a_full_device_is_reported_while_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    testing = pytest.importorskip("triton.testing")
+
+    def full(run: Callable[[], object], rep: int) -> float:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(testing, "do_bench_cudagraph", full)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with pytest.raises(torch.OutOfMemoryError):
+        tuning.measure_on_gpu(lambda: None)

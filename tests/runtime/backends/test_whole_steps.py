@@ -221,6 +221,8 @@ def test_steps_are_replayed_whole_unless_graphs_are_refused(recorder: RerunRecor
     for _ in range(3):
         assert_same(usual.edit(steps), refused.edit(steps))
     assert (captures(usual), captures(refused)) == (1, 0)
+    assert "come again are replayed whole from CUDA graphs (1 captured)." in usual.explain()
+    assert "operator by operator: it is compiled with cuda_graphs=False." in refused.explain()
     assert not len(usual._executor.graphs.replays.paddings), "pieces are asked for"
 
 
