@@ -48,6 +48,7 @@ ASKED: dict[str, dict[float, float]] = {
 }
 EXACT, ROUNDED = 1e-4, 2.0  # fp32: relative error; else: times the module's own rounding
 TOP = 12  # kernels listed by time
+ROW = 10  # steps that follow each other without a wait
 
 
 class Bench:
@@ -276,32 +277,59 @@ def compared(
 
 
 def trace(shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    """The host's share of an edit, kernels by time, and FLOPs against the peak of a product."""
+    """The host's share of an edit, kernels by time, and FLOPs against the peak of a product.
+
+    Edits run operator by operator and replayed; of each also the seconds until the host is free
+    again, and those of a step among `ROW` that follow each other without a wait, as in a pipeline.
+    """
     bench = Bench(shape, device, dtype)
+    replayed = maskfx.compile(bench.module)
     peak = peak_flops(device, dtype)
     out: dict[str, Any] = {"peak_tflops": peak / 1e12, "masks": {}}
+    for share in (0.05, 0.2):
+        steps = bench.edits(share, 1)
+        flops = count_flops(partial(bench.eager.edit, steps))["total"]
+        for name, denoiser in (("", replayed), (", operator by operator", bench.eager)):
+            found = traced(partial(denoiser.edit, steps), device, rounds)
+            found |= {"flops": flops, "of_peak": flops / found["wall_seconds"] / peak}
+            out["masks"][f"{share:g}{name}"] = found
+    return out
+
+
+def traced(edit: Callable[[], Any], device: torch.device, rounds: int) -> dict[str, Any]:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    for share in (0.05, 0.2):
-        run = synchronized(partial(bench.eager.edit, bench.edits(share, 1)), device)
+    run = synchronized(edit, device)
+    for _ in range(3):
         run(0)
-        wall = figure(alternate({"": run}, rounds)[""])["median"]
-        with profile(activities=activities) as seen:
-            run(0)
-        kernels = {event.key: kernel_seconds(event, device) for event in seen.key_averages()}
-        busy = sum(kernels.values())
-        flops = count_flops(lambda: run(0))["total"]  # noqa: B023
-        first = sorted(kernels.items(), key=lambda item: -item[1])[:TOP]
-        out["masks"][f"{share:g}"] = {
-            "wall_seconds": wall,
-            "kernel_seconds": busy,
-            "beyond_kernels": max(0.0, 1 - busy / wall),
-            "flops": flops,
-            "of_peak": flops / wall / peak,
-            "kernels": {name[:80]: seconds / busy for name, seconds in first if busy},
-        }
-    return out
+    seconds = alternate({"alone": run, "in a row": partial(in_a_row, run, edit)}, rounds)
+    wall = figure(seconds["alone"])["median"]
+    row = figure(seconds["in a row"])["median"] / ROW
+    began = time.perf_counter()
+    edit()
+    host = time.perf_counter() - began
+    run(0)
+    with profile(activities=activities) as seen:
+        run(0)
+    kernels = {event.key: kernel_seconds(event, device) for event in seen.key_averages()}
+    busy = sum(kernels.values())
+    first = sorted(kernels.items(), key=lambda item: -item[1])[:TOP]
+    return {
+        "wall_seconds": wall,
+        "host_seconds": host,
+        "in_a_row_seconds": row,
+        "kernel_seconds": busy,
+        "beyond_kernels": max(0.0, 1 - busy / wall),
+        "beyond_kernels_in_a_row": max(0.0, 1 - busy / row),
+        "kernels": {name[:80]: seconds / busy for name, seconds in first if busy},
+    }
+
+
+def in_a_row(run: Callable[[int], None], edit: Callable[[], Any], number: int) -> None:
+    for _ in range(ROW - 1):
+        edit()
+    run(number)
 
 
 def kernel_seconds(event: Any, device: torch.device) -> float:
@@ -444,7 +472,8 @@ def line(name: str, found: dict[str, Any]) -> str:
             if row.get(key):
                 shown.append(f"m {share}: {row[key]['median']:.2f}x")
         if "beyond_kernels" in row:
-            shown.append(f"m {share}: {row['beyond_kernels']:.0%} beyond kernels")
+            alone, among = row["beyond_kernels"], row["beyond_kernels_in_a_row"]
+            shown.append(f"m {share}: {alone:.0%} beyond kernels, {among:.0%} in a row")
     sizes = [f"{key} {value / 2**20:.0f} MiB" for key, value in found.items() if "peak" in key]
     return f"{name}: {', '.join(shown or sizes)}"
 
