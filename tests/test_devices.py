@@ -31,10 +31,11 @@ from maskfx.runtime.cache.rows import tensors_of
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.tiers import Tiers
+from maskfx.runtime.replays import has_known_sizes
 from maskfx.runtime.steps import AnyStep
 from tests.factories import emulated, masks
 from tests.factories.pipelines import PIPES, anew, call_of, picture, square
-from tests.factories.zoo import ZOO, Case, Size
+from tests.factories.zoo import ZOO, Case, Size, called
 from tests.pipelines.test_fallbacks import verdict
 from tests.runtime.test_oracle import assert_kept_outside, assert_near, tensors
 
@@ -106,7 +107,7 @@ def test_edits_recordings_and_mixed_steps_are_right_on_a_device(name: str) -> No
         inputs = inputs_of(name, size, seed)
         output, kept = denoiser.record(**inputs)
         assert all_on(DEVICE, output, held_by(kept))
-        assert_near(output, module(**inputs), f"recording at {size}")
+        assert_near(output, called(module, inputs), f"recording at {size}")
         mask = mask_of(case, size, seed)
         found = denoiser.edit([maskfx.EditStep(inputs, mask, kept)])[0]
         assert all_on(DEVICE, found)
@@ -135,7 +136,7 @@ def assert_right_under_fake_cuda(
     """Under fake tensors every operator refuses tensors of two devices, or of types that differ."""
     calls = [denoiser._validator.call(step) for step in steps]
     calls = [call for call in calls if call.inputs.compilation.program is program]
-    if not calls:
+    if not calls or not has_known_sizes(program.module.graph):  # those of experts depend on data
         return
     executor, seen = denoiser._executor, []
     runner = executor.graphs._runner

@@ -140,7 +140,12 @@ def runner(compilation: Compilation) -> Callable[[str, Mapping[str, Array]], lis
             found = module(*(values[name] for name in program.interface.inputs))
             flat = found if graph == "edit" else (*found[0], *found[1])
             return [array(value) for value in flat]
-        every = [values.get(name, capture.constants.get(i)) for i, name in enumerate(names)]
+        every: list[Any] = [
+            values.get(name, capture.constants.get(i)) for i, name in enumerate(names)
+        ]
+        for i, leaf in enumerate(capture.leaves):
+            if not leaf.tensor and isinstance(every[i], Tensor):
+                every[i] = len(every[i])  # a number is given as the length of an input
         side = sides.get(graph)
         if side is not None:
             return [array(value) for value in side.module(*every)]

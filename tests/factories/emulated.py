@@ -57,6 +57,9 @@ class DeviceModule:
     def is_bf16_supported(self) -> bool:
         return True
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
     def current_device(self) -> int:
         return 0
 

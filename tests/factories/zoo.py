@@ -24,6 +24,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+def called(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Call a module with lists of its own, because some empty those that they are given."""
+    return module(**pytree.tree_map(lambda value: value, dict(inputs)))
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Frame:
         if source["kind"] == "pair_table":
             return self._pair_table(source, dtype)
         found = MAKERS[source["kind"]](self, source, described["name"])
-        return np.ascontiguousarray(converted(found, dtype))
+        return np.asarray(converted(found, dtype), order="C")  # keeps scalars, too
 
     # Full values and rows of the cache.
 
