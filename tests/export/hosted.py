@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -20,6 +21,7 @@ from maskfx.compiler.compile import Compilation
 from maskfx.compiler.lower import lower
 from maskfx.export.describe import describe
 from maskfx.export.graph_facts import compiled_graphs
+from maskfx.export.graphs import picks_of
 from maskfx.export.host import Edit, Host, Record, Recording
 from maskfx.export.host.arguments import flattened
 from maskfx.export.host.arrays import BITS, Array
@@ -43,6 +45,15 @@ def denoiser_of(name: str, settings: tuple[str, ...] = ()) -> maskfx.CompiledDen
     denoiser: maskfx.CompiledDenoiser = maskfx.compile(ZOO[name].build(), **chosen)
     denoiser.record(**ZOO[name].inputs(ZOO[name].sizes[0], 0))
     return denoiser
+
+
+def skip_refused(name: str) -> None:
+    """Skip the test of a model that export refuses."""
+    found = compilation_of(denoiser_of(name), ZOO[name].inputs(ZOO[name].sizes[0], 0))
+    if found.program is None:
+        pytest.skip("export refuses it: no program computes a call as a whole")
+    if picks_of(found):
+        pytest.skip("export refuses it: rows are picked by data")
 
 
 def compilation_of(denoiser: maskfx.CompiledDenoiser, inputs: Inputs) -> Compilation:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import maskfx
-from maskfx.export.graphs import picks_of
 from maskfx.export.host import Edit, Record
 from tests.export.hosted import (
     array,
@@ -20,6 +19,7 @@ from tests.export.hosted import (
     host_of,
     members_of,
     recording_of,
+    skip_refused,
 )
 from tests.factories.masks import MASKS
 from tests.factories.zoo import ZOO, Size
@@ -91,9 +91,5 @@ def test_inputs_of_regions_equal_the_runtimes(settings: tuple[str, ...]):
 @pytest.mark.parametrize("low", [False, True], ids=["compiled", "lowered"])
 @pytest.mark.parametrize("name", ZOO)
 def test_inputs_of_every_model_equal_the_runtimes(name: str, low: bool):
-    if low:
-        denoiser = denoiser_of(name, ())
-        denoiser.record(**ZOO[name].inputs(ZOO[name].sizes[0], 1))
-        if picks_of(denoiser.compilations[0]):
-            pytest.skip("export refuses it: rows are picked by data")
+    skip_refused(name)
     compare(name, (), ZOO[name].sizes[:1] * 3, KINDS[:3], low, seed=1)

@@ -10,7 +10,6 @@ import torch
 
 import maskfx
 from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
-from maskfx.export.graphs import picks_of
 from maskfx.export.host import Edit, Host, Record
 from maskfx.runtime.cache.quantize import Encoding, Format
 from tests.export.hosted import (
@@ -21,6 +20,7 @@ from tests.export.hosted import (
     host_of,
     recording_of,
     runner,
+    skip_refused,
     tensor,
 )
 from tests.factories.masks import MASKS
@@ -71,9 +71,7 @@ def test_an_edit_with_the_inputs_of_its_recording_is_the_dense_run(name: str, lo
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_an_edit_of_every_model_is_the_dense_run(name: str):
-    denoiser = denoiser_of(name)
-    if picks_of(denoiser.compilations[0]):
-        pytest.skip("export refuses it: rows are picked by data")
+    skip_refused(name)
     check_steps(name, ZOO[name].sizes[:1] * 2, True)
 
 
