@@ -93,8 +93,10 @@ class CapturedInputs:
         self._fetched = [name for name in fetched if not is_of_request(sources[name])]
         self._requests: list[object] = []
         values = self._values(first)
+        # cached rows that are fetched: each step has others, whose memory is free after the copy
+        self._passing = {name for name in fetched if isinstance(sources[name], Cached)}
         # what was copied last, and its version
-        self._last = {key: (value, version(value)) for key, value in values.items()}
+        self._last = {key: self._mark(key, value) for key, value in values.items()}
         self._kept = {key: value.clone() for key, value in values.items()}
         self._requests = requests_of(first)
         self._copies.run(first.addresses)
@@ -122,12 +124,12 @@ class CapturedInputs:
         """Copy a step's inputs here; return False, with nothing copied, if they don't fit."""
         targets, values, marks = [], [], {}
         for key, value in self._values(step).items():
-            number, (last, before) = version(value), self._last[key]
-            if value is last and number == before >= 0:
+            last, before = self._last[key]
+            if value is last and version(value) == before >= 0:
                 continue
             if not fits(value, self._kept[key]):
                 return False
-            marks[key] = value, number
+            marks[key] = self._mark(key, value)
             targets.append(self._kept[key])
             values.append(value)
         if targets:
@@ -151,6 +153,9 @@ class CapturedInputs:
             for origin, index, member in values:
                 found[origin, index, member] = step.members[member].given[origin][index]
         return found
+
+    def _mark(self, key: Hashable, value: Any) -> tuple[Any, int]:
+        return (None, -1) if key in self._passing else (value, version(value))
 
     def _computes(self, name: str) -> bool:
         """Return True if an input is copied by address, or computed from copies."""

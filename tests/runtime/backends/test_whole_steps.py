@@ -195,7 +195,8 @@ def test_rows_whose_loads_began_in_an_earlier_step_are_replayed_whole(
     device = torch.device(emulated.NAME, 0)
     case = ZOO["FluxTransformer2DModel"]
     module, size = case.build().to(device), case.sizes[0]
-    replayed = maskfx.compile(module, cuda_graphs=True, loader=Loader())
+    loader = Loader()
+    replayed = maskfx.compile(module, cuda_graphs=True, loader=loader)
     mask = masks.random(case.mask_shape(size), 1)
     for seed in range(5):
         inputs = emulated.to(case.inputs(size, seed), device)
@@ -210,6 +211,7 @@ def test_rows_whose_loads_began_in_an_earlier_step_are_replayed_whole(
             found = replayed.edit([step])
         assert_same(emulated.to(found, "cpu"), emulated.to([wanted], "cpu"))
     assert captures(replayed) == early
+    assert loader.staged == 0, "what was copied is free for the next loads"
 
 
 def test_steps_are_replayed_whole_unless_graphs_are_refused(recorder: RerunRecorder) -> None:
