@@ -106,10 +106,12 @@ class GraphRuns:
             if found is not None:
                 return found
         with self.loads.step(batch.program, batch.frame, batch.members) as loading:
-            if replays and loading is not None and loading.early:
-                taken = TakenRows(loading)
-                found = self._replayed(batch, packed, taken)
-                return self._run_graph(batch, packed, taken) if found is None else found
+            if replays and loading is not None:
+                if loading.early:
+                    taken = TakenRows(loading)
+                    found = self._replayed(batch, packed, taken)
+                    return self._run_graph(batch, packed, taken) if found is None else found
+                self.replays.note(batch.program, batch.frame, batch.members)
             return self._run_graph(batch, packed, loading)
 
     def forget(self) -> None:

@@ -76,14 +76,26 @@ class Replays:
         loading: LoadedRows | None,
     ) -> Any:
         """Run the graph of a replayed program from a capture; return None if it isn't captured."""
-        device = frame.device
+        steps = self._steps_on(frame.device)
+        if steps is None:
+            return None
+        step = BatchInputs(frame, members, self.book(program, frame.device), loading)
+        return steps.run(frame, Graph(program.code, make), step)
+
+    def note(self, program: Program, frame: Frame, members: Sequence[Member]) -> None:
+        """Note that a batch runs otherwise now, so that its next step is captured."""
+        steps = self._steps_on(frame.device)
+        if steps is not None:
+            book = self.book(program, frame.device)
+            steps.note(frame, program.code, BatchInputs(frame, members, book))
+
+    def _steps_on(self, device: torch.device) -> WholeSteps | None:
         if device not in self._whole:
             recorder = cuda_graphs.recorder_on(device)
             if recorder is None:
                 return None
             self._whole[device] = WholeSteps(recorder, partial(free_share, device))
-        step = BatchInputs(frame, members, self.book(program, device), loading)
-        return self._whole[device].run(frame, Graph(program.code, make), step)
+        return self._whole[device]
 
     def book(self, program: Program, device: torch.device) -> AddressBook:
         """Return the addresses of a program's recordings on a device."""

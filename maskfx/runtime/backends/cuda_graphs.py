@@ -8,6 +8,7 @@ captured; nor is a wait for an input, because pieces begin where late inputs are
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 BUCKETS = 8  # captures of a piece: one for each set of input sizes
 AFTER = 1  # runs of the same sizes before a piece is captured
+CAPTURING = threading.Lock()  # PyTorch allows one capture in a process at a time
 
 
 Runs = Callable[[], list[Tensor]]
@@ -60,7 +62,7 @@ class CudaRecorder:
         self._device = device
 
     def capture(self, run: Runs, pool: Any = None) -> Replayed:
-        with torch.cuda.device(self._device):
+        with CAPTURING, torch.cuda.device(self._device):
             return self._capture(run, pool)
 
     def pool(self) -> Any:

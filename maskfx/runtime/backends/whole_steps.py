@@ -138,6 +138,13 @@ class WholeSteps:
                 return None
             return self._capture(key, graph, step, layout)
 
+    def note(self, layout: object, graph: Hashable, step: Inputs) -> None:
+        """Note that a layout runs otherwise now, so that its next step is captured."""
+        key = Key(id(layout), graph, step.form, current_stream())
+        with self._lock:
+            if self._seen.get(key) is None:
+                self._seen.put(key, (layout, False))
+
     def __len__(self) -> int:
         return len(self._kept)
 
