@@ -119,7 +119,11 @@ def mask_at(mask: Bools, level: LevelSpec, size: Size) -> Bools:
     missing = [max(0, size[axis] - mask.shape[axis]) for axis in (0, 1)]
     if any(missing):
         mask = np.pad(mask, [(0, missing[0]), (0, missing[1])], mode="edge")
-    return mask[: size[0], : size[1]]
+    for axis in (0, 1):
+        if mask.shape[axis] > size[axis] > 0:  # what lies beyond the last site counts as this one
+            kept, last = np.split(mask, [size[axis] - 1], axis)
+            mask = np.concatenate([kept, last.any(axis, keepdims=True)], axis)
+    return mask
 
 
 @lru_cache(maxsize=256)

@@ -50,9 +50,11 @@ def gathered(edit: Editor, node: fx.Node) -> None:
     transposed, name = op_name(node) == "conv_transpose2d", op_name(node)
     geometry = (transposed_geometry if transposed else window_geometry)(node, need_lane)
     window = geometry.window(level_of(geometry.lane), level_of(need_lane(node)))
-    channels = geometry.lane.features(1)
-    rows = edit.reshape(edit.rows(geometry.source), geometry.lane.row_shape(), [channels])
-    picked = pick_up(edit, rows, channels, window)
+    apart, channels = geometry.lane.features(0), geometry.lane.features(1)
+    rows = edit.reshape(edit.rows(geometry.source), geometry.lane.row_shape(), [apart * channels])
+    picked = pick_up(edit, rows, apart * channels, window)
+    if apart > 1:
+        picked = set_apart(edit, picked, geometry, apart, channels)
     if name == "im2col":
         out = unfolded(edit, picked, geometry, channels)
     elif name in ("avg_pool2d", "max_pool2d"):
@@ -61,7 +63,20 @@ def gathered(edit: Editor, node: fx.Node) -> None:
         out = convolve(edit, picked, geometry, transposed)
     if node_shape(node)[1] == 1:
         out = edit.emit(aten.squeeze.dims, out, [1])
+    if apart > 1:
+        out = edit.emit(aten.unflatten.int, out, 0, [-1, apart])
     edit.replace(out)
+
+
+def set_apart(edit: Editor, picked: fx.Node, g: Geometry, apart: int, channels: int) -> fx.Node:
+    """Return windows as one row for each of the features that lie along the batch.
+
+    The same weights apply to each, as to each batch element.
+    """
+    wide = edit.emit(aten.unflatten.int, picked, 1, [g.kernel[0] * g.kernel[1], apart, channels])
+    each = edit.emit(aten.permute.default, wide, [0, 2, 1, 3])
+    joined = edit.emit(aten.flatten.using_ints, each, 2, 3)
+    return edit.emit(aten.flatten.using_ints, joined, 0, 1)
 
 
 def unfolded(edit: Editor, picked: fx.Node, g: Geometry, channels: int) -> fx.Node:
