@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -116,6 +117,24 @@ def test_fills_up_around_the_picture(size: tuple[int, int], front: tuple[int, in
     edge = F.pad((x > 0).float()[None, None], ends, mode="replicate")[0, 0]
     found = mask_at((x > 0).numpy(), level, full)
     assert torch.equal(torch.from_numpy(found), edge > 0)
+
+
+@pytest.mark.parametrize(
+    ("divide", "sites"), [((1, 1), (7, 9)), ((2, 2), (3, 4)), ((3, 2), (2, 4))]
+)
+def test_sites_beyond_the_last_one_count_as_this_one(
+    divide: tuple[int, int], sites: tuple[int, int]
+) -> None:
+    """A window without padding, or whose size is rounded down, has fewer sites than it covers."""
+    level = Level(0, divide=divide)
+    for y in range(8):
+        for x in range(10):
+            mask = np.zeros((8, 10), dtype=bool)
+            mask[y, x] = True
+            found = np.argwhere(mask_at(mask, level, sites)).tolist()
+            covered = y // divide[0], x // divide[1]
+            wanted = [min(covered[i], sites[i] - 1) for i in (0, 1)]
+            assert found == [wanted]
 
 
 def test_runs_from_row_to_row() -> None:

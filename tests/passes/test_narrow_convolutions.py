@@ -194,6 +194,18 @@ class Lines(nn.Module):
         return columns.view(b, w, c, -1).permute(0, 2, 3, 1)
 
 
+class Apart(nn.Module):
+    """A layer over groups of channels, one after another, that lie along the batch."""
+
+    def __init__(self, layer: nn.Module, groups: int = 4) -> None:
+        super().__init__()
+        self.layer, self.groups = layer, groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.layer(x.reshape(-1, x.shape[1] // self.groups, *x.shape[2:]))
+        return made.reshape(x.shape[0], -1, *made.shape[2:])
+
+
 class Beside(nn.Module):
     """What a layer makes of a picture, at the picture's size, beside the picture."""
 
@@ -225,6 +237,12 @@ class Beside(nn.Module):
         nn.ConvTranspose2d(4, 8, 2, stride=2, groups=4),
         Unfolded(),
         Lines(),
+        Apart(nn.Conv2d(1, 1, 3, padding=1)),
+        Apart(nn.Conv2d(1, 2, (3, 5), padding=(1, 2), stride=2, bias=False)),
+        Apart(nn.Conv2d(2, 4, 3, padding=1, groups=2), 2),
+        Apart(nn.ConvTranspose2d(2, 2, 3, stride=2, padding=1), 2),
+        Apart(nn.MaxPool2d(2), 2),
+        Apart(nn.AvgPool2d(3, padding=1)),
     ],
     ids=str,
 )
