@@ -54,7 +54,7 @@ def arrivals(bench: Bench, plan: Plan, begun: Blocks, run: str) -> Iterator[Bloc
     size = math.ceil(plan.requests / plan.blocks)
     for load in (*plan.loads, *plan.heavy):
         known = blocks.setdefault(f"{load:g}", [])
-        for block in range(len(known), plan.blocks):
+        for block in range(len(known), math.ceil(plan.requests / size)):  # none without requests
             own = group[block * size : (block + 1) * size]
             rate = dense_capacity(bench, plan.batch)
             times = poisson(len(own), load * rate, seed=3 + block)
