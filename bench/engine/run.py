@@ -42,7 +42,7 @@ from maskfx.engine import engine as engines
 from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.pipelines import execute as executing
 from maskfx.runtime import cpu_threads as giving
-from maskfx.runtime import executor
+from maskfx.runtime import graph_runs
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format
 
 RESULTS = ROOT / "bench" / "results"
@@ -172,12 +172,12 @@ def shared(bench: Bench, rounds: int, batch: int) -> dict[str, float]:
             return sum(step.seconds for step in engine.steps)
 
         def unshared(index: int) -> float:
-            for room in (engines, executor):
+            for room in (engines, graph_runs):
                 room.settle = take_all  # type: ignore[attr-defined]
             try:
                 return steps(index)
             finally:
-                for room in (engines, executor):
+                for room in (engines, graph_runs):
                     room.settle = giving.settle  # type: ignore[attr-defined]
 
         steps(0)

@@ -29,7 +29,7 @@ from maskfx.errors import Busy, Cancelled, Closed, DeadlineMissed, InputError, N
 from maskfx.ir.level_shares import LevelShare
 from maskfx.pipelines.compile import pipeline_state_of, share_denoisers
 from maskfx.pipelines.template_library import TemplateLibrary
-from maskfx.runtime import cpu_threads, executor
+from maskfx.runtime import cpu_threads, graph_runs
 
 Call = Callable[..., dict[str, Any]]
 
@@ -673,7 +673,7 @@ def test_a_step_takes_fewer_cores_as_soon_as_others_compute(
         cpu_threads.settle()
         seen.append(torch.get_num_threads())
 
-    monkeypatch.setattr(executor, "settle", settle)
+    monkeypatch.setattr(graph_runs, "settle", settle)
     monkeypatch.setattr(cpu_threads, "taken", cpu_threads.Taken())
     with maskfx.Engine() as engine:
         engine.submit(pipeline(), **call(1)).result(60)

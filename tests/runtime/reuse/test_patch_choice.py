@@ -363,7 +363,7 @@ def test_graphs_that_run_as_a_whole_refuse_choices(monkeypatch: pytest.MonkeyPat
     for _ in range(2):
         run.step()
     step = run.ask()
-    monkeypatch.setattr(run.denoiser._executor, "graphs", object())
+    monkeypatch.setattr(run.denoiser._executor.graphs, "source", object())
     with pytest.raises(InputError, match="runs its graph as a whole"):
         run.denoiser.step([step])
 
