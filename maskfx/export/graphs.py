@@ -106,7 +106,7 @@ def check_exportable(compilation: Compilation, part: str) -> None:
         )
     for index, (leaf, node) in enumerate(zip(capture.leaves, arguments_of(capture), strict=True)):
         free = not leaf.tensor and index not in capture.constants
-        if free and not isinstance(node.meta.get("val"), torch.SymInt):
+        if free and not is_integer(node.meta.get("val")):
             raise InputError(
                 f"export: the graphs take the number {leaf.path}, which is neither an integer nor "
                 "in a tensor; pass it as a tensor, or give the denoiser a constant"
@@ -119,13 +119,18 @@ def arguments_of(capture: Capture) -> list[fx.Node]:
     return list(capture.module.graph.find_nodes(op="placeholder"))
 
 
+def is_integer(value: object) -> bool:
+    """Return True for a number that a graph takes; one that was loaded has its value at capture."""
+    return isinstance(value, torch.SymInt) or type(value) is int
+
+
 def with_inputs(graph: fx.GraphModule, names: Collection[str], capture: Capture) -> fx.GraphModule:
     """Return a graph over all flattened arguments as one over these; others are constants.
 
     A number becomes the length of an input, which every format has as a symbol.
     """
     constants, arguments = capture.constants, arguments_of(capture)
-    numbers = {str(n.target) for n in arguments if isinstance(n.meta.get("val"), torch.SymInt)}
+    numbers = {str(n.target) for n in arguments if is_integer(n.meta.get("val"))}
     made = fx.Graph()
     values: dict[fx.Node, fx.node.Argument] = {}
     places = graph.graph.find_nodes(op="placeholder")
@@ -245,6 +250,7 @@ def first_results(program: ExportedProgram, count: int) -> ExportedProgram:
 def example_of(node: fx.Node) -> Tensor:
     """Return an argument of the sizes at capture, where all roles have different ones."""
     value = node.meta["val"]
-    if isinstance(value, torch.SymInt):
-        return torch.zeros(value.node.hint, dtype=torch.int64)
+    if isinstance(value, torch.SymInt | int):
+        known = value if isinstance(value, int) else value.node.hint
+        return torch.zeros(known, dtype=torch.int64)
     return torch.ones(shape_hint(value), dtype=value.dtype)

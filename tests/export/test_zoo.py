@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import maskfx
 from maskfx.export.exporter import export
 from tests.factories.zoo import ZOO
 
@@ -25,3 +26,14 @@ def test_onnxruntime_agrees_with_the_denoiser(name: str, tmp_path: Path) -> None
     assert {v.graph for v in verdicts} == {"edit", "record", "dense"}
     assert len({str(v.sizes) for v in verdicts}) == 2
     assert max(v.error for v in verdicts) < 1e-4
+
+
+def test_a_capture_shared_with_an_equal_denoiser_is_exported_with_its_numbers(
+    tmp_path: Path,
+) -> None:
+    """Its numbers have the values at capture, where a capture of its own has symbols."""
+    case = ZOO["QwenImageTransformer2DModel"]
+    inputs = case.inputs(case.sizes[0], 0)
+    maskfx.compile(case.build()).record(**inputs)
+    found = export(case.build(), tmp_path / "x", example_inputs=inputs)
+    assert max(v.error for v in found.verdicts["denoiser"]) < 1e-4
