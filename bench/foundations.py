@@ -143,7 +143,8 @@ def pieces(shape: Shape, rounds: int) -> dict[str, Any]:
     }
     steps = {name: edits(shape, denoiser) for name, denoiser in sides.items()}
     sides["pieces"].edit(steps["pieces"])
-    with mock.patch.object(type(sides["whole"]._executor), "_waited", return_value=frozenset()):
+    graphs = type(sides["whole"]._executor.graphs)
+    with mock.patch.object(graphs, "_waited", return_value=frozenset()):
         sides["whole"].edit(steps["whole"])  # compiled as one, as if no input were waited for
     runs = {name: list(d._executor.graphs.runners.values())[-1] for name, d in sides.items()}
     (batch,) = sides["pieces"].batches(steps["pieces"])

@@ -22,8 +22,9 @@ from maskfx.runtime.batch.copied_rows import CopiedRows
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.recorded import by_norm, rest_stats
-from maskfx.runtime.batch.row_addresses import STATS, AddressBook, RowAddresses, StatsKey
+from maskfx.runtime.batch.row_addresses import STATS, AddressBook, RowAddresses
 from maskfx.runtime.cache.loader import LoadedRows
+from maskfx.runtime.cache.rolling import StatsKey
 
 Value = tuple[str, int, int]  # where an argument is from: its origin, its index, the member
 

@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.ir.program import Interface
-from maskfx.runtime.cache.rolling import RollingCache
+from maskfx.runtime.cache.rolling import RollingCache, StatsKey
 from maskfx.runtime.cache.rows import Rows, RowSubset
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.devices import current_stream, read_here
 
-StatsKey = tuple[tuple[str, ...], int]
 STATS = ("values", "total", "centre")  # what a recording keeps of the norms of a row set
 ALIGNED = 16  # bytes: rows that begin elsewhere have another form
 
