@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from maskfx.ops.kept import FOLDER as KEPT
+from maskfx.runtime import cpu_threads
 from maskfx.runtime.shared_programs import shared_programs
 
 TESTS = Path(__file__).parent
@@ -109,6 +110,12 @@ def captures_of_others(request: pytest.FixtureRequest) -> Iterator[None]:
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+@pytest.fixture(autouse=True)
+def idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps find no other programs on the machine, such as tests beside this one."""
+    monkeypatch.setattr(cpu_threads.busy, "by_others", lambda: 0)
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ throughput  as many requests as the batch holds, all there at once, by batch siz
             one, diffusers in batches (one call of several pictures), maskfx one by one, the engine,
             and both of ours with every step computed
 arrivals    the same Poisson arrivals for each side, see bench/engine/arrivals.py
-cores       steps with and without threads that wait giving their OpenMP workers back, and with and
-            without taking fewer cores while a helper decodes
+cores       steps beside helpers and other programs, see bench/engine/cores.py
 overhead    what a step costs beyond its denoiser's time, by the number of requests; how long a
             latent takes to another process and back
 memory      what the process holds after each quarter of many small requests
@@ -24,7 +23,6 @@ import argparse
 import gc
 import json
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,12 +35,10 @@ import torch
 import maskfx
 from bench.engine.arrivals import Plan, arrivals, rows_of, wait_all
 from bench.engine.bed import TEMPLATES, Bench, Request, open_bench, requests
+from bench.engine.cores import cores
 from bench.harness import ROOT, alternate, figure, header, ratio, resident, write_json
-from maskfx.engine import engine as engines
 from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.pipelines import execute as executing
-from maskfx.runtime import cpu_threads as giving
-from maskfx.runtime import graph_runs
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format
 
 RESULTS = ROOT / "bench" / "results"
@@ -109,84 +105,6 @@ def in_batches(bench: Bench, group: Sequence[Request], batch: int, _: int) -> No
 def by_engine(bench: Bench, group: Sequence[Request], batch: int, quality: Any, _: int) -> None:
     with maskfx.Engine(maskfx.BatchPolicy(batch=batch), running=batch) as engine:
         wait_all(engine, bench, group, quality=quality)
-
-
-# Cores.
-
-
-def cores(bench: Bench, rounds: int, batch: int) -> dict[str, Any]:
-    found = {
-        "requests": batch,
-        "workers": torch.get_num_threads(),
-        "given back, times faster": given_back(bench, rounds, batch),
-        "shared, times faster": shared(bench, rounds, batch),
-    }
-    print(found)
-    return found
-
-
-def given_back(bench: Bench, rounds: int, batch: int) -> dict[str, float]:
-    """Seconds of the same requests' steps, beside a caller that has computed before."""
-    group = bench.requests(batch, seed=60)
-    with maskfx.Engine(maskfx.BatchPolicy(batch=batch, patience=5.0), running=batch) as engine:
-
-        def steps(_: int) -> float:
-            torch.ones(1 << 20).sin()  # the caller's own workers are there
-            engine.steps.clear()
-            wait_all(engine, bench, group)
-            return sum(step.seconds for step in engine.steps)
-
-        def kept(index: int) -> float:
-            pausing = giving.pausing
-            giving.pausing = list  # type: ignore[assignment]
-            try:
-                return steps(index)
-            finally:
-                giving.pausing = pausing
-
-        steps(0)
-        pairs = [(kept(i), steps(i)) for i in range(rounds)]
-    return ratio([a for a, _ in pairs], [b for _, b in pairs])
-
-
-def take_all() -> None:
-    """The calling thread computes with its own number, whoever else does."""
-    giving.compute_with(giving.share.whole)
-
-
-def shared(bench: Bench, rounds: int, batch: int) -> dict[str, float]:
-    """Seconds of the same requests' steps, beside a helper that decodes without end."""
-    group = bench.requests(batch, seed=60)
-    helpers, ended = HelperProcesses(1, threads=1), threading.Event()
-    latent = torch.randn(1, 4, bench.pixels // 8, bench.pixels // 8)
-    waiting = maskfx.BatchPolicy(batch=batch, patience=5.0)
-    with maskfx.Engine(waiting, running=batch, outside=helpers) as engine:
-
-        def decode() -> None:
-            while not ended.is_set():
-                helpers.run(bench.edits.vae, "decode", (latent,), {})
-
-        def steps(_: int) -> float:
-            engine.steps.clear()
-            wait_all(engine, bench, group)
-            return sum(step.seconds for step in engine.steps)
-
-        def unshared(index: int) -> float:
-            for room in (engines, graph_runs):
-                room.settle = take_all  # type: ignore[attr-defined]
-            try:
-                return steps(index)
-            finally:
-                for room in (engines, graph_runs):
-                    room.settle = giving.settle  # type: ignore[attr-defined]
-
-        steps(0)
-        decoding = threading.Thread(target=decode)
-        decoding.start()
-        pairs = [(unshared(i), steps(i)) for i in range(rounds)]
-        ended.set()
-        decoding.join()
-    return ratio([a for a, _ in pairs], [b for _, b in pairs])
 
 
 # Overhead.

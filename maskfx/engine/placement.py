@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from maskfx.pipelines.lora import adapters_of
-from maskfx.runtime.cpu_threads import beside, computing_with, taken
+from maskfx.runtime.cpu_threads import beside, computing_with, cores_left
 from maskfx.runtime.sendable import on_cpu
 
 METHODS = ("forward", "encode", "decode", "preprocess", "postprocess", "encode_image")
@@ -138,7 +138,7 @@ def spared(engine: StepLoop | None) -> int:
     """
     if engine is None or engine.stepping():
         return 1
-    return max(1, torch.get_num_threads() - taken.cores)
+    return cores_left(torch.get_num_threads())
 
 
 class InEngineLoop:

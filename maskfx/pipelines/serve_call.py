@@ -23,6 +23,7 @@ from maskfx.pipelines.schedule import steps_read_mask
 from maskfx.pipelines.state import Template
 from maskfx.pipelines.template_library import ScheduleMismatch, TemplateIncomplete, TemplateSource
 from maskfx.pipelines.template_reader import TemplateReader
+from maskfx.runtime.cpu_threads import sharing_cores
 
 NOTED = 0.5  # seconds of capture from which the first edit's cost names it
 CHANCES = 3  # attempts at an edit whose template loses entries during the run
@@ -77,7 +78,7 @@ def serve_edit(call: PipelineCall) -> object:
     row = call.count_edited(len(masks))
     if call.state.records:
         began = time.perf_counter()
-        with progress.tally() as spent:
+        with progress.tally() as spent, sharing_cores():
             result, handler = run_edit(call, torch.stack(masks).any(0), row)
         report_cost(handler, spent, time.perf_counter() - began)
         row = handler.row

@@ -1,4 +1,4 @@
-"""CPU threads: shares the cores between the threads of this process and its helper processes.
+"""CPU threads: shares the cores between this process's threads, its helpers and other programs.
 
 PyTorch's operators run on OpenMP workers of the calling thread, one pool per thread, and an
 operator ends with its slowest worker. Two things follow.
@@ -7,7 +7,8 @@ A step with as many workers as cores, beside an encoder or a VAE that computes t
 operator for the worker that shares its core: on two cores it takes three to five times as long,
 while running on one worker would cost it a fifth. So code that computes beside the steps registers
 its threads (`beside`), and the thread that runs steps uses the cores that are left (`settle`), also
-in the middle of a step.
+in the middle of a step. Cores that other programs keep busy are measured (`BusyCores`) and left to
+them; steps outside of an engine do the same (`sharing_cores`).
 
 GNU's runtime (libgomp) counts the workers of all pools, idle ones too. If they outnumber the cores,
 all sleep between two operators instead of spinning, and small operators take twice as long. So a
@@ -25,6 +26,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
+from maskfx.runtime.busy_cores import BusyCores
 
 HARD = 2  # omp_pause_hard: workers end, the thread's settings stay
 
@@ -47,7 +50,7 @@ class Taken:
             self.cores += number
 
 
-taken, share = Taken(), Share()
+taken, share, busy = Taken(), Share(), BusyCores()
 
 
 def share_cores() -> None:
@@ -59,9 +62,34 @@ def settle() -> None:
     """Set the calling thread's threads to the cores left now; no effect if it doesn't share."""
     if not share.whole:
         return
-    left = max(1, share.whole - taken.cores)
+    left = cores_left(share.whole)
     if left != torch.get_num_threads():
         compute_with(left)
+
+
+def cores_left(threads: int) -> int:
+    """Return how many of `threads` to compute on, beside helper processes and other programs.
+
+    Helper processes are registered, and seen as other programs as well.
+    """
+    whole = share.whole or threads
+    return whole if whole == 1 else max(1, whole - max(taken.cores, busy.by_others()))
+
+
+@contextmanager
+def sharing_cores() -> Iterator[None]:
+    """Make the calling thread use the cores that are left, inside this context."""
+    if share.whole:
+        yield
+        return
+    share_cores()
+    try:
+        settle()
+        yield
+    finally:
+        if torch.get_num_threads() != share.whole:
+            compute_with(share.whole)
+        share.whole = 0
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.loader import Loader, Loading
 from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.cpu_threads import sharing_cores
 from maskfx.runtime.dense_batch import CallGroup, DenseBatcher
 from maskfx.runtime.dense_ways import DenseWays
 from maskfx.runtime.editing import current_editing
@@ -227,7 +228,7 @@ class CompiledDenoiser:
     @contextmanager
     def _one_step(self) -> Iterator[None]:
         """Lock the denoiser for a step, and follow changes of its module."""
-        with self._lock:
+        with self._lock, sharing_cores():
             self._changes.follow()
             try:
                 yield

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import maskfx
+from maskfx.runtime import cpu_threads, graph_runs
 from maskfx.runtime.cpu_threads import (
     beside,
     computing_with,
@@ -17,7 +19,10 @@ from maskfx.runtime.cpu_threads import (
     runtimes,
     settle,
     share_cores,
+    sharing_cores,
 )
+from tests.factories.masks import MASKS
+from tests.factories.zoo import ZOO
 
 COUNTING = """
 import os, threading, time, torch
@@ -99,4 +104,62 @@ def test_a_number_of_threads_is_of_one_thread_and_for_a_while(three: None) -> No
 
     in_a_thread(work)
     assert found == [1, 3]
+    assert torch.get_num_threads() == 3
+
+
+@needs_gnu
+def test_cores_of_other_programs_are_left_to_them(
+    three: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A helper is seen as another program too, and counts once."""
+    others = iter([0, 1, 2, 2, 7, 0])
+    monkeypatch.setattr(cpu_threads.busy, "by_others", lambda: next(others))
+    found = []
+
+    def work() -> None:
+        share_cores()
+        for helpers in (0, 0, 1, 2, 0, 0):
+            with beside(helpers):
+                settle()
+                found.append(torch.get_num_threads())
+
+    in_a_thread(work)
+    assert found == [3, 2, 1, 1, 1, 3]
+
+
+@needs_gnu
+def test_a_thread_shares_its_cores_for_a_while(
+    three: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = [1]
+    monkeypatch.setattr(cpu_threads.busy, "by_others", lambda: others[0])
+    found = []
+
+    def work() -> None:
+        with sharing_cores(), sharing_cores():
+            found.append(torch.get_num_threads())
+            others[0] = 2
+            settle()
+            found.append(torch.get_num_threads())
+        settle()
+        found.append(torch.get_num_threads())
+
+    in_a_thread(work)
+    assert found == [2, 1, 3]
+
+
+@needs_gnu
+def test_an_edit_outside_of_an_engine_leaves_cores_to_other_programs(
+    three: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_threads.busy, "by_others", lambda: 1)
+    case = ZOO["AuraFlowTransformer2DModel"]
+    size = case.sizes[0]
+    denoiser = maskfx.compile(case.build())
+    _, cache = denoiser.record(**case.inputs(size, 0))
+    seen: list[int] = []
+    monkeypatch.setattr(graph_runs, "settle", lambda: seen.append(torch.get_num_threads()))
+    mask = MASKS["stroke"](case.mask_shape(size), 0)
+    denoiser.edit([maskfx.EditStep(case.inputs(size, 0), mask, cache)])
+    assert set(seen) == {2}
     assert torch.get_num_threads() == 3

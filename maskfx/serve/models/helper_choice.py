@@ -111,17 +111,17 @@ def measured(family: PipelineSet, engine_with: EngineWith) -> HelperTimes:
     with engine_with(InRequestThreads()) as threads, engine_with(HelperProcesses()) as helper:
         engines = {False: threads, True: helper}
         for engine in engines.values():
-            run(family, engine, 1)  # sends the components, creates thread pools
+            run_edits(family, engine, 1)  # sends the components, creates thread pools
         for round_ in range(ROUNDS):
             order = (False, True) if round_ % 2 == 0 else (True, False)
             for kind in order:
-                spent[kind].append(run(family, engines[kind], TOGETHER))
+                spent[kind].append(run_edits(family, engines[kind], TOGETHER))
             if time.monotonic() - began > SECONDS:
                 break
     return HelperTimes(min(spent[False]), min(spent[True]))
 
 
-def run(family: PipelineSet, engine: Engine, count: int) -> float:
+def run_edits(family: PipelineSet, engine: Engine, count: int) -> float:
     """Return the seconds of `count` edits together, or of generations if the model edits none."""
     member = family.main
     quality = replace(pipeline_state_of(member.pipe).quality, reuse="steps", refresh=1, every=1)

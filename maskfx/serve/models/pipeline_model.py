@@ -22,11 +22,11 @@ from maskfx.errors import Cancelled, InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.masks import margin_sites
 from maskfx.pipelines.pipeline import Pipeline
-from maskfx.runtime.cpu_threads import give_back
+from maskfx.runtime.cpu_threads import give_back, sharing_cores
 from maskfx.runtime.lora.files import SUFFIX
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.messages import Failed, Job, Ready, StepMember, Stepped
-from maskfx.serve.models.helper_choice import helper_pays
+from maskfx.serve.models.helper_choice import helper_pays, run_edits
 from maskfx.serve.models.job_errors import failed, is_lost
 from maskfx.serve.models.job_runner import JobRunner, JobState
 from maskfx.serve.models.model import Lost, Made, Tell
@@ -97,11 +97,13 @@ class PipelineModel:
         self._warm = False
         self.engine = self._engine(HelperProcesses() if settings.helpers == "on" else None)
         try:
-            warmth = warm_up(family, self.engine)
+            with sharing_cores():
+                warmth = warm_up(family, self.engine)
             measure = settings.helpers == "auto" and settings.ranks == 1
             if measure and self._helper_pays(family, programs):
                 self.engine.close()
                 self.engine = self._engine(HelperProcesses())
+                run_edits(family, self.engine, 1)  # starts them, so that no request waits for it
         except BaseException:
             self.engine.close()
             raise
