@@ -11,6 +11,8 @@ its quarters) in which the probe names the same shape and colour, and the Freche
 probe's features of a side's pictures to those of the references. For each baseline it is reported
 whether it crosses our frontier (`bench/patches/frontier.py`).
 
+With --sizes the pictures have these sizes in turn, and are compared with runs of the same size.
+
 With --rows every finished picture is kept in that file, and the same command goes on with those
 that are missing; --seconds ends a run after the picture during which they are over. --only adds
 sides to the same pictures.
@@ -51,7 +53,7 @@ from maskfx.shipped import FOLDER as SHIPPED
 from maskfx.shipped import reference
 from training.edits import load_probe
 from training.probe import crop_around
-from training.scenes import COLOURS, SHAPES
+from training.scenes import COLOURS, SHAPES, SIDE
 from training.train import RUNS
 from training.vae import as_pictures
 
@@ -151,9 +153,9 @@ class Contest:
 
     def warm_up(self, sides: Sequence[Side]) -> None:
         """Captures are no part of any time."""
-        warm = self.bench.bed.case(WARM_UP)
         for side in {side.family: side for side in sides if side.family in WARMED}.values():
-            side.run(self.bench, warm)
+            for case in self.bench.warm_ups():
+                side.run(self.bench, case)
 
     def picture(self, index: int, sides: Sequence[Side]) -> None:
         """Make what a picture lacks, and the reference; the order of sides changes."""
@@ -252,6 +254,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pictures", type=int, default=2)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--strength", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[SIDE], help="pixels, in turn")
     parser.add_argument("--judge-runs", type=int, default=0)
     parser.add_argument("--rows", type=Path, help="the file that keeps finished pictures")
     parser.add_argument("--seconds", type=float, default=inf, help="after which a run ends")
@@ -272,6 +275,7 @@ def main(arguments: Sequence[str]) -> int:
         "model": options.model,
         "pipelines": options.pipelines.name,
         "steps": options.steps,
+        **({"sizes": options.sizes} if options.sizes != [SIDE] else {}),
         "judge_runs": options.judge_runs,
         "threads": options.threads,
     }
@@ -288,7 +292,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         place = Path(folder) / "patches" if options.rows is None else options.rows.with_suffix("")
         for strength in options.strength:
-            bench = Bench(bed, strength)
+            bench = Bench(bed, strength, options.sizes)
             judge = judge_of(bench, options, place.parent / f"{place.name}-judge.npz")
             sides = chosen(sides_of(bench, plan, judge), options.only)
             task = "text-to-image" if strength == 1 else f"image-to-image, strength {strength}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,7 @@ from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.observed_runs import observed_run
 from maskfx.runtime.reuse.judge_training import ObservedRun, forecast_error
 from maskfx.runtime.reuse.judges import Bools, PatchFeatures
+from training.scenes import SIDE as SCENE
 
 SIDE = 8  # sites along a patch's side; packed tokens have half as many
 DENSE = "dense"
@@ -38,10 +39,16 @@ class Made:
 
 
 class Bench:
-    """One pipeline as diffusers runs it and compiled, and the arguments of its calls."""
+    """One pipeline as diffusers runs it and compiled, and the arguments of its calls.
 
-    def __init__(self, bed: Bed, strength: float) -> None:
-        self.bed, self.strength = bed, strength
+    Args:
+        bed: The pipeline.
+        strength: 1 makes pictures from noise alone.
+        sizes: Pixels along a picture's sides; the pictures have them in turn.
+    """
+
+    def __init__(self, bed: Bed, strength: float, sizes: Sequence[int] = (SCENE,)) -> None:
+        self.bed, self.strength, self.sizes = bed, strength, tuple(sizes)
 
     @cached_property
     def pipe(self) -> Any:
@@ -54,13 +61,23 @@ class Bench:
 
     def arguments(self, case: Case, **changed: Any) -> dict[str, Any]:
         """All of the picture is masked: it is made from noise, or from the picture and noise."""
-        whole = Image.fromarray(np.full(case.edit.mask.shape, 255, np.uint8))
-        given = self.bed.arguments(case) | {"mask_image": whole, "strength": self.strength}
+        size = self.sizes[case.index % len(self.sizes)]
+        given = self.bed.arguments(case) | {
+            "image": case.image.resize((size, size)),
+            "mask_image": Image.new("L", (size, size), 255),
+            "strength": self.strength,
+            "height": size,
+            "width": size,
+        }
         if self.strength == 1:
-            given["latents"] = self.bed.given(case.own)
+            given["latents"] = self.bed.given(self.bed.noise_of(case.index, size))
         else:
             del given["latents"]  # the pipeline adds noise to the picture
         return given | changed
+
+    def warm_ups(self) -> list[Case]:
+        """Pictures of each size that are never judged."""
+        return [self.bed.case(WARM_UP + number) for number in range(len(self.sizes))]
 
     def run(self, pipe: Any, case: Case, **changed: Any) -> Made:
         return timed(pipe, self.arguments(case, **changed))

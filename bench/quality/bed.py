@@ -119,11 +119,13 @@ class Bed:
         return denoiser_of(self.pipe)
 
     def case(self, index: int) -> Case:
+        own = self.noise_of(index)
+        return Case(index, draw_edit(index), own, noise(own.shape, 20_000_000 + index))
+
+    def noise_of(self, index: int, size: int = SIDE) -> Tensor:
+        """The own noise of an edit, for a picture of so many pixels along its sides."""
         channels = self.origin.vae.config.latent_channels
-        shape = torch.Size((1, channels, SIDE // 8, SIDE // 8))
-        edit = draw_edit(index)
-        own, background = noise(shape, 10_000_000 + index), noise(shape, 20_000_000 + index)
-        return Case(index, edit, own, background)
+        return noise(torch.Size((1, channels, size // 8, size // 8)), 10_000_000 + index)
 
     def arguments(self, case: Case) -> dict[str, Any]:
         """A call of the pipeline; `generator` is for what else it draws."""
