@@ -30,7 +30,15 @@ from maskfx.runtime.sample_arguments import (
     count_listed,
     join_results,
 )
-from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall, ValidatedInputs
+from maskfx.runtime.steps import (
+    AnyStep,
+    EditStep,
+    RecordStep,
+    ValidatedCall,
+    ValidatedInputs,
+    late_exchange,
+    with_late,
+)
 
 
 class SampleCalls:
@@ -127,12 +135,19 @@ class SampleCalls:
         samples = call.inputs.samples
         if not samples:
             return [call]
-        if not isinstance(call.step, EditStep):
-            return [replace(call, inputs=one) for one in samples]
-        caches = self._caches(call.step.cache, call.inputs)
+        steps: list[AnyStep] = [call.step] * len(samples)
+        if isinstance(call.step, EditStep):
+            caches = self._caches(call.step.cache, call.inputs)
+            steps = [replace(call.step, cache=cache, rows=False) for cache in caches]
+        late = late_exchange(call.step)
+        if late is not None:
+            runs = late.run.samples(len(samples))
+            steps = [
+                with_late(step, replace(late, run=run))
+                for step, run in zip(steps, runs, strict=True)
+            ]
         return [
-            replace(call, step=replace(call.step, cache=cache, rows=False), inputs=one)
-            for one, cache in zip(samples, caches, strict=True)
+            replace(call, step=step, inputs=one) for step, one in zip(steps, samples, strict=True)
         ]
 
     def joined(self, call: ValidatedCall, results: Sequence[Any]) -> Any:

@@ -30,6 +30,15 @@ class SplitRun:
 
     reads: int = 0
     _watchers: list[Callable[[SplitRun], None]] = field(default_factory=list)
+    _others: list[SplitRun] = field(default_factory=list)
+
+    def samples(self, count: int) -> list[SplitRun]:
+        """Return what identifies each sample of the call where they run one by one: first, itself.
+
+        All of them end with the request.
+        """
+        self._others += [SplitRun() for _ in range(count - 1 - len(self._others))]
+        return [self, *self._others[: count - 1]]
 
     def watch(self, ended: Callable[[SplitRun], None]) -> None:
         """Call a function once, when the request ends."""
@@ -40,6 +49,8 @@ class SplitRun:
         watchers, self._watchers = self._watchers, []
         for ended in watchers:
             ended(self)
+        for other in self._others:
+            other.close()
 
 
 @dataclass(frozen=True)

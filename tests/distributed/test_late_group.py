@@ -16,7 +16,9 @@ from tests.distributed.test_ranks import BOUND, CLASSES, cache_error, error, sha
 from tests.factories.masks import MASKS
 from tests.factories.thread_ranks import ThreadRanks
 from tests.factories.zoo import ZOO
+from tests.runtime import test_sample_calls as ragged
 
+BY_SIZE = ("ControlNetModel", "HiDreamImageTransformer2DModel")  # a program for each size
 SIZES = [(8, 8, 1), (8, 12, 2), (12, 8, 1)]
 
 
@@ -204,6 +206,20 @@ def test_texts_that_ranks_share_may_be_late() -> None:
     assert error(got, denoiser.step([other])[0]) > 10 * BOUND, "it reads the last step's text"
 
 
+def test_samples_of_a_call_that_run_one_by_one_keep_rows_of_their_own() -> None:
+    denoiser, inputs = ragged.denoiser(), ragged.make([7, 4], 9)
+    output, cache = denoiser.record(**inputs)
+    step, run = EditStep(inputs, ragged.a_mask(), cache), SplitRun()
+    split = ThreadRanks(denoiser.settings, shares("equal", 2, 2), seconds=600)
+    for number in range(3):
+        (got,) = denoiser.step([late(step, run, number)], split)
+        assert error(got, output) < BOUND
+    assert run.reads == 2
+    assert len(split.late.alive) == 2
+    run.close()
+    assert not split.late.alive
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_of_diffusers(name: str) -> None:
@@ -223,4 +239,4 @@ def test_classes_of_diffusers(name: str) -> None:
         assert worst(denoiser.step(own, split), wanted) < 1e-4
     if split.batches == 2:  # of one program
         assert [run.reads for run in runs] == [1, 1]
-    assert split.batches == 2 or name == "ControlNetModel"
+    assert split.batches == 2 or name in BY_SIZE

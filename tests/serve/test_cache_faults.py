@@ -30,7 +30,7 @@ from tests.serve.served import file, pixels_of
 pytestmark = pytest.mark.slow
 
 STEPS = 3
-WHOLE = Counter(start=1, after=STEPS, step=STEPS)  # entries of a template
+WHOLE = Counter(begin=1, after=STEPS, step=STEPS)  # entries of a template
 PATIENCE = 300  # seconds
 WHITE = file(np.where(square(), 255, 0).astype(np.uint8))
 
