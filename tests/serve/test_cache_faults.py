@@ -32,6 +32,7 @@ pytestmark = pytest.mark.slow
 STEPS = 3
 WHOLE = Counter(begin=1, after=STEPS, step=STEPS)  # entries of a template
 PATIENCE = 300  # seconds
+FULL = {"quality": "faithful"}  # whether the autoencoder is recorded depends on the memory
 WHITE = file(np.where(square(), 255, 0).astype(np.uint8))
 
 
@@ -93,7 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bench(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """A server that reads all from disk, with one picture recorded."""
     cache = tmp_path_factory.mktemp("cache")
-    settings: dict[str, Any] = {"cache_dir": str(cache), "cache_host_bytes": 1}
+    settings: dict[str, Any] = {"cache_dir": str(cache), "cache_host_bytes": 1} | FULL
     settings["heartbeat_seconds"] = 0.1
     with served(PATIENCE, model=str(folder), **settings) as server, calling(server) as client:
         made = Bench(server, client, Store(cache), {})
@@ -177,7 +178,7 @@ def test_a_directory_that_is_removed_comes_back(bench: Bench) -> None:
 def test_after_a_restart_all_is_found_and_a_broken_disk_costs_no_picture(
     bench: Bench, folder: Path
 ) -> None:
-    settings: dict[str, Any] = {"cache_dir": str(bench.store.root), "heartbeat_seconds": 0.1}
+    settings: dict[str, Any] = {"cache_dir": str(bench.store.root), "heartbeat_seconds": 0.1} | FULL
     with served(PATIENCE, model=str(folder), **settings) as server, calling(server) as client:
         again = Bench(server, client, bench.store, bench.wanted)
         check_restarted(again)
