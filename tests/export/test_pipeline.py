@@ -56,6 +56,21 @@ def test_the_picture_is_the_compiled_ones(name: str, tmp_path: Path) -> None:
     assert sum(memory(weight) for weight in weights) <= 8 * len(weights)
 
 
+def test_the_pipeline_computes_in_the_dtype_of_its_graphs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = maskfx.compile(build("FluxInpaintPipeline").to(torch.bfloat16))
+    edited(pipe)
+    export(pipe, tmp_path / "exported", format="pt2", verify=False)
+    caplog.clear()
+    other = maskfx.compile(load_pipeline(str(tmp_path / "exported"), "float32", "cpu"))
+    assert other.vae.dtype == torch.bfloat16
+    assert "compute in bfloat16" in caplog.text
+    assert np.isfinite(edited(other)).all()
+    assert load_pipeline(str(tmp_path / "exported"), "bfloat16", "cpu").vae.dtype == torch.bfloat16
+    assert caplog.text.count("compute in bfloat16") == 1
+
+
 def memory(weight: nn.Parameter) -> int:
     """Bytes that a weight really holds."""
     return weight.untyped_storage().nbytes()

@@ -81,6 +81,8 @@ class OnnxGraph:
         there = [name for name in wanted if name in runtime.get_available_providers()]
         options = runtime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
+        # spinning threads would take the cores on which PyTorch's operators run in between
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self._session = runtime.InferenceSession(str(path), options, providers=there)
         self._value = runtime.OrtValue
         self._outputs = [output.name for output in self._session.get_outputs()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -32,6 +32,8 @@ CONVERT = (
     "DiffusionPipeline.from_pretrained(...).save_pretrained(folder, safe_serialization=True)"
 )
 
+log = logging.getLogger(__name__)
+
 
 def load_pipeline(
     model: str | None, dtype: str, device: str, controlnets: Sequence[str] = ()
@@ -40,7 +42,7 @@ def load_pipeline(
 
     Args:
         model: A folder, a hub id or the name of a shipped model; None: the first of these.
-        dtype: Of the weights.
+        dtype: Of the weights; that of exported graphs takes precedence, because it is fixed.
         device: Where the pipeline computes.
         controlnets: ControlNets that it gets, named likewise.
     """
@@ -52,7 +54,8 @@ def load_pipeline(
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "use_safetensors": True}
     if isinstance(where, Path):
         options.update(dict.fromkeys(absent_parts(where)), local_files_only=True)
-        options.update(exported_denoisers(where))
+        exported = exported_denoisers(where)
+        options.update(exported, dtype=dtype_of(exported, options["dtype"], where))
     try:
         with library_bars(progress.shows()), import_notices_hidden():
             pipe = load(where, **options)
@@ -157,7 +160,22 @@ def import_notices_hidden() -> Iterator[None]:
         log.setLevel(level)
 
 
-def exported_denoisers(folder: Path) -> dict[str, object]:
+def dtype_of(exported: Mapping[str, Any], dtype: torch.dtype, folder: Path) -> torch.dtype:
+    """Return the dtype in which exported graphs compute, with a warning if it isn't `dtype`."""
+    found = {part.dtype for part in exported.values()}
+    if len(found) != 1 or found == {dtype}:
+        return dtype
+    [own] = found
+    log.warning(
+        "%s: the exported graphs compute in %s, and so does the rest of the pipeline, instead of "
+        "in %s; export the model anew with dtype=%s to change that",
+        folder,
+        *(str(each).removeprefix("torch.") for each in (own, dtype, dtype)),
+    )
+    return own
+
+
+def exported_denoisers(folder: Path) -> dict[str, Any]:
     """Return the denoisers that are exported graphs, by component name."""
     from maskfx.export.shell import exported_parts, load_shell
 
