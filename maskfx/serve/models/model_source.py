@@ -162,7 +162,7 @@ def import_notices_hidden() -> Iterator[None]:
 
 def dtype_of(exported: Mapping[str, Any], dtype: torch.dtype, folder: Path) -> torch.dtype:
     """Return the dtype in which exported graphs compute, with a warning if it isn't `dtype`."""
-    found = {part.dtype for part in exported.values()}
+    found: set[torch.dtype] = {part.dtype for part in exported.values()}
     if len(found) != 1 or found == {dtype}:
         return dtype
     [own] = found
