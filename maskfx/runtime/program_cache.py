@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.capture import capture, has_batch
 from maskfx.compiler.compile import Compilation, compile_capture
-from maskfx.compiler.marked import MarkedGraph, mark_graph
 from maskfx.config import Settings
 from maskfx.errors import InputError, SizesDisagree
 from maskfx.ir.program import Program
@@ -31,6 +30,7 @@ from maskfx.runtime.proof import Size, every_other, hides, size_of, uneven_mask
 from maskfx.runtime.shared_programs import Sharing, shared_programs
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall, ValidatedInputs
+from maskfx.runtime.unnarrowed import graph_in_full
 from maskfx.runtime.validate import same_ranks
 
 log = logging.getLogger(__name__)
@@ -292,7 +292,7 @@ class ProgramCache:
             log.warning("%s runs dense: %s", type(self.module).__name__, verdict)
         if number not in self._without:
             reasons = {**compilation.reasons, "program": verdict}
-            marked = self._marked(compilation, pytree.tree_unflatten(copies(values), spec))
+            marked = graph_in_full(self.module, self.roles, compilation, values, spec)
             self._without[number] = replace(
                 compilation, program=None, reasons=reasons, marked=marked
             )
@@ -311,17 +311,6 @@ class ProgramCache:
             if hides(self.module):
                 self._doubtful.add(size)
         return self._verdicts.get(size)
-
-    def _marked(self, compilation: Compilation, inputs: dict[str, object]) -> MarkedGraph | None:
-        """Return the captured graph for edits that run in full, if it runs."""
-        found = compilation.capture
-        try:
-            if found.was_read:  # without the symbols that the lanes are found by
-                found = capture(self.module, inputs, self.roles, True, found.single)
-            return mark_graph(found, compilation.reasons)
-        except Exception as error:  # fall back to the module's own result
-            log.debug("a graph doesn't run in full: %s", error)
-            return None
 
     def _warm_tables(self, inputs: dict[str, object], values: list[object]) -> None:
         """Run the module once before the first capture.

@@ -8,18 +8,21 @@ graph. Parts that no rule narrows see the edit's inputs, as they do in a program
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.captured import groups_of, joined
-from maskfx.compiler.capture.roles import observed_sizes
-from maskfx.compiler.marked import MarkedGraph
+from maskfx.compiler.capture.roles import Roles, observed_sizes
+from maskfx.compiler.compile import Compilation
+from maskfx.compiler.marked import MarkedGraph, mark_graph
 from maskfx.ir.lanes import Batch, Lane, Tokens, X, Y, is_image, lane_of, lanes_of
-from maskfx.ir.values import copies
+from maskfx.ir.values import copies, same_values
 from maskfx.runtime.backends.graph_function import find
 from maskfx.runtime.batch.rows import atom_size, is_spread
 from maskfx.runtime.devices import copied, moved
@@ -29,6 +32,8 @@ from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
 from maskfx.runtime.weights import Weights
+
+log = logging.getLogger(__name__)
 
 Values = dict[fx.Node, object]
 AdapterPair = tuple[AdapterSet | None, AdapterSet | None]
@@ -126,6 +131,38 @@ def edit_in_full(
     return [
         joined(parts, leaf) for parts, leaf in zip(zip(*runs, strict=True), wanted, strict=True)
     ]
+
+
+@torch.no_grad()
+def graph_in_full(
+    module: nn.Module,
+    roles: Mapping[str, Roles] | None,
+    compilation: Compilation,
+    values: Sequence[Any],
+    spec: pytree.TreeSpec,
+) -> MarkedGraph | None:
+    """Return the captured graph for edits that run in full, if it gives the module's result.
+
+    Args:
+        module: The denoiser's module.
+        roles: What its arguments mean.
+        compilation: What was captured.
+        values: The flattened inputs of a call, whose structure is `spec`.
+    """
+    inputs, found = pytree.tree_unflatten(copies(values), spec), compilation.capture
+    try:
+        if found.was_read:  # without the symbols that the lanes are found by
+            found = capture(module, inputs, roles, True, found.single)
+        marked = mark_graph(found, compilation.reasons)
+        wanted = module(**pytree.tree_unflatten(copies(values), spec))
+        sizes = observed_sizes(found.leaves, values)
+        shape = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
+        nothing, leaves = Mask(torch.zeros(shape, dtype=torch.bool)), pytree.tree_leaves(wanted)
+        flat = edit_in_full(marked, copies(values), copies(values), nothing, leaves)
+        return marked if same_values(flat, wanted) else None
+    except Exception as error:  # fall back to the module's own result
+        log.debug("a graph doesn't run in full: %s", error)
+        return None
 
 
 def run_both(
