@@ -182,7 +182,16 @@ def pick(edit: Editor, node: fx.Node) -> None:
         edit.replace(edit.emit(aten.gather.default, rows, out.row_dim(axis), index))
         return
     numbers = node.args[1][0] if name == "index" else node.args[2]  # type: ignore[index]
+    rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+    if name == "index_select" and lane.is_feature_dim(argument(node, 1, "dim")):
+        axis = argument(node, 1, "dim") % len(lane.dims)
+        place = lane.row_dim(axis)
+        picked = edit.emit(aten.index_select.default, rows, place, numbers)
+        if need_lane(node).features(axis) == 1:
+            picked = edit.emit(aten.squeeze.dims, picked, [place])
+        edit.replace(picked)
+        return
     order = need_lane(numbers)
     own, out_spans = edit.spans(lane.segments), edit.spans(order.segments)
-    rows, index = edit.rows(node.args[0]), edit.rows(numbers)  # type: ignore[arg-type]
+    index = edit.rows(numbers)  # type: ignore[arg-type]
     edit.replace(edit.emit(ops.pick_tokens, rows, index, own, out_spans))

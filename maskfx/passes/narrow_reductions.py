@@ -108,6 +108,9 @@ def over_sites(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane) -> None:
     if not all(is_image(s) for s in lane.segments):
         raise Unsupported(node, f"it sums over {lane.segments}")
     gone = [lane.row_dim(a) for a in reduced_dims(node, len(lane.dims))[0] if lane.features(a) > 1]
+    if op_name(node) in ("var", "std"):
+        spread(edit, node, rows, lane, gone)
+        return
     whole = bool(gone) and len(gone) == len(shape)
     if gone and not whole:  # some of the features first
         named = {"sum": "dim_IntList", "mean": "dim"}
@@ -115,9 +118,6 @@ def over_sites(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane) -> None:
         shape = [n for axis, n in enumerate(shape, 1) if axis not in gone]
         size = prod(shape)
         flat = edit.reshape(edit.emit(target, rows, gone), shape, [size])
-    if op_name(node) in ("var", "std"):
-        spread(edit, node, flat, lane, whole)
-        return
     if op_name(node) in ("amax", "amin", "logsumexp"):
         extreme(edit, node, flat, lane, shape, whole)
         return
@@ -140,15 +140,23 @@ def over_sites(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane) -> None:
     edit.replace_plain(edit.emit(aten.reshape.default, out, [-1, *node_shape(node)[1:]]))
 
 
-def spread(edit: Editor, node: fx.Node, flat: fx.Node, lane: Lane, whole: bool) -> None:
-    """Emit a variance: from the scale of a norm, in one group for each feature or for all."""
-    size, segments = prod(lane.row_shape()), lane.segments
-    groups = 1 if whole else size
+def spread(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane, gone: list[int]) -> None:
+    """Emit a variance: from the scale of a norm, whose groups are the features that are kept.
+
+    `gone` are the dimensions of the rows over which it runs too.
+    """
+    shape, segments = lane.row_shape(), lane.segments
+    order = [*(d for d in range(1, len(shape) + 1) if d not in gone), *gone]
+    if order != sorted(order):
+        rows = edit.emit(aten.permute.default, rows, [0, *order])
+        shape = [shape[d - 1] for d in order]
+    size, each = prod(shape), prod(shape[len(shape) - len(gone) :])
+    groups, flat = size // each, edit.reshape(rows, shape, [size])
     tap = edit.tap(flat, segments, [size], groups)
     rest, spans = edit.input(f"stats_{tap}", RestStats(tap, segments)), edit.spans(segments)
     scales = edit.emit(ops.group_scale, flat, rest, spans, groups, None, None, TINY)
     scale = edit.emit(aten.select.int, scales, 1, 0)
-    scale = edit.emit(aten.slice.Tensor, scale, 1, 0, groups)
+    scale = edit.emit(aten.slice.Tensor, scale, 1, 0, size, each)  # it has one for each feature
     variance = edit.emit(aten.sub.Tensor, edit.emit(aten.pow.Tensor_Scalar, scale, -2), TINY)
     variance = edit.emit(aten.clamp_min.default, variance, 0)
     correction = correction_of(node)
@@ -158,7 +166,7 @@ def spread(edit: Editor, node: fx.Node, flat: fx.Node, lane: Lane, whole: bool) 
         counted = edit.tap(ones, segments, [1])
         others = edit.input(f"sum_{counted}", RestSum(counted, segments))
         count = edit.emit(ops.site_mean, ones, others, spans, False)
-        count = edit.emit(aten.mul.Tensor, count, size) if whole else count
+        count = edit.emit(aten.mul.Tensor, count, each) if each > 1 else count
         less = edit.emit(aten.sub.Tensor, count, correction)
         variance = edit.emit(aten.mul.Tensor, variance, edit.emit(aten.div.Tensor, count, less))
     if op_name(node) == "std":

@@ -9,6 +9,9 @@ from maskfx.passes.context import argument, op_name
 
 POINTWISE = frozenset(
     [
+        "__and__",
+        "__or__",
+        "__xor__",
         "abs",
         "acos",
         "acosh",
@@ -30,6 +33,7 @@ POINTWISE = frozenset(
         "clamp_max",
         "clamp_min",
         "clip",
+        "complex",
         "conj",
         "copysign",
         "cos",
@@ -64,6 +68,7 @@ POINTWISE = frozenset(
         "hardsigmoid",
         "hardswish",
         "hardtanh",
+        "heaviside",
         "hypot",
         "i0",
         "isfinite",
@@ -177,7 +182,9 @@ RESAMPLINGS = {  # by operator: how it rounds or mixes
     "adaptive_avg_pool2d": "area",
 }
 NORMS = frozenset({"layer_norm", "rms_norm"})
-SOFTMAXES = frozenset({"softmax", "_softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp"})
+SOFTMAXES = frozenset(
+    {"softmax", "_softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "argsort"}
+)
 SITE_SOFTMAXES = frozenset({"softmax", "_softmax", "log_softmax"})  # over all sites, too
 REDUCTIONS = frozenset(
     [

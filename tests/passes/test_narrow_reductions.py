@@ -75,10 +75,19 @@ def test_reduces_some_features_first(name: str) -> None:
     check_values(module, picture, oracle=False)
 
 
-def test_keeps_a_variance_of_some_features_and_sites() -> None:
-    module = Reduces(lambda x: x.unflatten(1, (2, 2)).var((1, 3, 4)).repeat(1, 2)[..., None, None])
+@pytest.mark.parametrize("correction", [0, 1])
+@pytest.mark.parametrize("inner", [False, True], ids=["last features", "first features"])
+def test_spreads_over_sites_and_some_features(inner: bool, correction: int) -> None:
+    def function(x: Tensor) -> Tensor:
+        dims = (1, 3, 4) if inner else (2, 3, 4)
+        spread = x.unflatten(1, (2, 2)).var(dims, correction=correction)
+        out = spread.repeat(1, 2) if inner else spread.repeat_interleave(2, 1)
+        return out[..., None, None]
+
+    module = Reduces(function)
     run = run_pass(narrow_reductions, module, picture)
-    assert "some of the features" in " ".join(run.ctx.dense.values())
+    assert run.rewrites == run.gained("group_scale") == 1
+    check_values(module, picture)
 
 
 def test_keeps_other_norms_over_sites() -> None:

@@ -34,7 +34,7 @@ from maskfx.ir.lanes import (
 )
 from maskfx.passes.context import Choice, argument, node_at, node_value, nodes_at, op_name
 from maskfx.passes.lane_rules import joins, mixing
-from maskfx.passes.lane_rules.marker import Marker, Rules, same_part
+from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant, same_part
 from maskfx.passes.mark_stages import STEP, stage_of
 from maskfx.passes.operators import VIEWS
 
@@ -190,6 +190,12 @@ def picked(m: Marker, node: fx.Node, lane: Lane, axis: int, numbers: fx.Node) ->
         need_choice(m, node, numbers, lane.dims[axis])
         return Lane((*lane.dims[:axis], *m.need(numbers).dims, *lane.dims[axis + 1 :]))
     dim = lane.dims[axis]
+    if lane.is_feature_dim(axis) and lane.features(axis) > 1:
+        need_constant(m, [numbers])
+        count = node_shape(node)[axis]
+        return Lane(
+            (*lane.dims[:axis], (Feature(count),) if count != 1 else (), *lane.dims[axis + 1 :])
+        )
     tokens = len(dim) == 1 and isinstance(dim[0], Tokens) and not any(map(is_image, lane.segments))
     value = node_value(numbers)
     if not tokens or not isinstance(value, Tensor) or value.dim() != 1:

@@ -44,7 +44,8 @@ def reduction(m: Marker, node: fx.Node) -> Lane:
             raise NotLaned(f"it reduces a site axis of {lane}")
         kept = [a for i, d in enumerate(lane.dims) if i not in axes for a in d]
         some = any(isinstance(a, Feature) for a in gone)
-        if some and any(isinstance(a, Feature) for a in kept) and op_name(node) not in IN_TURN:
+        some = some and op_name(node) not in (*IN_TURN, "var", "std")
+        if some and any(isinstance(a, Feature) for a in kept):
             raise NotLaned(f"it reduces sites and some of the features of {lane} at once")
     if keep:
         return Lane(tuple(() if i in axes else d for i, d in enumerate(lane.dims)))

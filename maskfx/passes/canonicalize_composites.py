@@ -1,0 +1,167 @@
+"""Rewrites operators that others express to these: gates, similarities, sorts and the like."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from maskfx.passes.context import PassContext, argument, aten, node_value, op_name
+from maskfx.passes.spelling import Speller
+
+Rewrite = Callable[[Speller, fx.Node], fx.Node | None]  # None: it stays
+
+
+def canonicalize_composites(graph: fx.Graph, ctx: PassContext) -> int:
+    """Rewrite operators that have no rule of their own.
+
+    Before  y = glu(x, 1); z = prelu(x, slopes); s = sort(x, 1)[0]
+    After   y = slice(x, 1, 0, n) * sigmoid(slice(x, 1, n, 2 n)); z = where(x > 0, x, slopes * x)
+    and     s = gather(x, 1, argsort(x, 1))
+    Keeps   sizes that aren't numbers, where these are cut.
+    """
+    count = 0
+    for node in list(graph.nodes):
+        rewrite = REWRITES.get(op_name(node)) if node.op == "call_function" else None
+        if rewrite is None or not node.args or not isinstance(node.args[0], (fx.Node, list, tuple)):
+            continue
+        spell = Speller(graph, node)
+        new = rewrite(spell, node)
+        if new is None:
+            spell.drop()
+            continue
+        if new is not node:
+            spell.replace(new)
+        count += 1
+    return count
+
+
+def shape_of(value: object) -> list[object]:
+    return list(node_value(value).shape) if isinstance(value, fx.Node) else []
+
+
+def glu(spell: Speller, node: fx.Node) -> fx.Node | None:
+    source, shape = node.args[0], shape_of(node.args[0])
+    axis = argument(node, 1, "dim", -1) % len(shape)
+    size = shape[axis]
+    if not isinstance(size, int):
+        return None
+    value, gate = (
+        spell.emit(aten.slice.Tensor, source, axis, start, start + size // 2)
+        for start in (0, size // 2)
+    )
+    return spell.emit(aten.mul.Tensor, value, spell.emit(aten.sigmoid.default, gate))
+
+
+def prelu(spell: Speller, node: fx.Node) -> fx.Node | None:
+    source, slopes = node.args[0], argument(node, 1, "weight")
+    [count], rank = shape_of(slopes) or [1], len(shape_of(source))
+    if count != 1 and rank > 2:
+        slopes = spell.emit(aten.reshape.default, slopes, [count] + [1] * (rank - 2))
+    below = spell.emit(aten.mul.Tensor, source, slopes)
+    return spell.emit(aten.where.self, spell.emit(aten.gt.Scalar, source, 0), source, below)
+
+
+def rrelu(spell: Speller, node: fx.Node) -> fx.Node | None:
+    if argument(node, 3, "training", False):
+        return None
+    lower, upper = argument(node, 1, "lower", 1 / 8), argument(node, 2, "upper", 1 / 3)
+    return spell.emit(aten.leaky_relu.default, node.args[0], (lower + upper) / 2)
+
+
+def cosine_similarity(spell: Speller, node: fx.Node) -> fx.Node | None:
+    values, axis = node.args[:2], argument(node, 2, "dim", 1)
+    least = argument(node, 3, "eps", 1e-8)
+    units = []
+    for value in values:
+        length = spell.emit(aten.linalg_vector_norm.default, value, 2, [axis], True)
+        length = spell.emit(aten.clamp_min.default, length, least)
+        units.append(spell.emit(aten.div.Tensor, value, length))
+    return spell.emit(aten.sum.dim_IntList, spell.emit(aten.mul.Tensor, *units), [axis])
+
+
+def diff(spell: Speller, node: fx.Node) -> fx.Node | None:
+    source, shape = node.args[0], shape_of(node.args[0])
+    axis = argument(node, 2, "dim", -1) % len(shape)
+    ends = argument(node, 3, "prepend"), argument(node, 4, "append")
+    size = shape[axis]
+    if argument(node, 1, "n", 1) != 1 or ends != (None, None) or not isinstance(size, int):
+        return None
+    later = spell.emit(aten.slice.Tensor, source, axis, 1, size)
+    return spell.emit(
+        aten.sub.Tensor, later, spell.emit(aten.slice.Tensor, source, axis, 0, size - 1)
+    )
+
+
+def baddbmm(spell: Speller, node: fx.Node) -> fx.Node | None:
+    added, *factors = node.args[:3]
+    product = spell.emit(aten.bmm.default, *factors)
+    parts = [(added, node.kwargs.get("beta", 1)), (product, node.kwargs.get("alpha", 1))]
+    return spell.emit(
+        aten.add.Tensor,
+        *(v if scale == 1 else spell.emit(aten.mul.Tensor, v, scale) for v, scale in parts),
+    )
+
+
+def channel_shuffle(spell: Speller, node: fx.Node) -> fx.Node | None:
+    parts = spell.emit(aten.unflatten.int, node.args[0], 1, [argument(node, 1, "groups"), -1])
+    return spell.emit(aten.flatten.using_ints, spell.emit(aten.transpose.int, parts, 1, 2), 1, 2)
+
+
+def by_vector(spell: Speller, node: fx.Node) -> fx.Node | None:
+    """Rewrite a product by a vector, of which one number is left for each row."""
+    matrix, vector = node.args[:2]
+    if len(shape_of(vector)) != 1 or len(shape_of(matrix)) < 2:
+        return None
+    return spell.emit(aten.sum.dim_IntList, spell.emit(aten.mul.Tensor, matrix, vector), [-1])
+
+
+def index(spell: Speller, node: fx.Node) -> fx.Node | None:
+    """Rewrite an index along one dimension behind the first."""
+    indices = list(argument(node, 1, "indices"))
+    given = [axis for axis, one in enumerate(indices) if one is not None]
+    if len(given) != 1 or given == [0]:
+        return None
+    [axis] = given
+    numbers = node_value(indices[axis])
+    if numbers.dim() != 1 or numbers.dtype not in (torch.int64, torch.int32):
+        return None
+    return spell.emit(aten.index_select.default, node.args[0], axis, indices[axis])
+
+
+def sort(spell: Speller, node: fx.Node) -> fx.Node | None:
+    """Rewrite values and indices, which one operator returns, to two operators."""
+    if any(user.target is not operator.getitem for user in node.users):
+        return None
+    source = node.args[0]
+    named = {"dim": argument(node, 1, "dim", -1), "descending": argument(node, 2, "descending")}
+    if "stable" in node.kwargs or isinstance(named["descending"], fx.Node):
+        return None
+    order = spell.emit(
+        aten.argsort.default, source, named["dim"], bool(named["descending"] or False)
+    )
+    for user in list(node.users):
+        own = Speller(spell.graph, user)
+        picked = order
+        if user.args[1] == 0:
+            picked = own.emit(aten.gather.default, source, named["dim"], order)
+        own.replace(picked)
+    spell.graph.erase_node(node)
+    return node
+
+
+REWRITES: dict[str, Rewrite] = {
+    "baddbmm": baddbmm,
+    "channel_shuffle": channel_shuffle,
+    "cosine_similarity": cosine_similarity,
+    "diff": diff,
+    "glu": glu,
+    "index": index,
+    "matmul": by_vector,
+    "mv": by_vector,
+    "prelu": prelu,
+    "rrelu": rrelu,
+    "sort": sort,
+}
