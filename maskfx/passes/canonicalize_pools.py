@@ -20,8 +20,8 @@ def canonicalize_pools(graph: fx.Graph, ctx: PassContext) -> int:
 
     Before  y = adaptive_avg_pool2d(x, [1, 1]); z = max(x, 1, True)[0]
     After   y = mean(x, [-2, -1], True); z = amax(x, [1], True)
-    and     v, m = var_mean(x, [2, 3])
-    becomes v = var(x, [2, 3]); m = mean(x, [2, 3])
+    and     v, m = var_mean(x, [2, 3]); n = mean(mean(x, [2]), [2])
+    becomes v = var(x, [2, 3]); m = mean(x, [2, 3]); n = mean(x, [2, 3])
     Keeps   pools to more values, maxima whose indices are used.
     """
     count = 0
@@ -39,12 +39,35 @@ def canonicalize_pools(graph: fx.Graph, ctx: PassContext) -> int:
             dims, keep = [argument(node, 1, "dim")], bool(argument(node, 2, "keepdim", False))
             if not without_indices(graph, node, EXTREMES[name], dims, keep):
                 continue
+        elif name in ("mean", "sum") and op_name(source) == name and len(source.users) == 1:
+            if not at_once(graph, node, source):
+                continue
         elif name in PAIRS and isinstance(argument(node, 1, "dim"), (list, tuple)):
             apart(graph, node, PAIRS[name])
         else:
             continue
         count += 1
     return count
+
+
+def at_once(graph: fx.Graph, node: fx.Node, inner: fx.Node) -> bool:
+    """Replace a mean or sum along some axes after others; return False if they don't join."""
+    source, steps = inner.args[0], (inner, node)
+    keeps = {bool(argument(one, 2, "keepdim", False)) for one in steps}
+    listed = all(isinstance(argument(one, 1, "dim"), (list, tuple)) for one in steps)
+    cast = any(argument(one, 3, "dtype") is not None for one in steps)
+    if not isinstance(source, fx.Node) or len(keeps) > 1 or not listed or cast:
+        return False
+    [keep], rank = keeps, node_value(source).dim()
+    first, second = (argument(one, 1, "dim") for one in steps)
+    gone = {d % rank for d in first}
+    left = [d for d in range(rank) if keep or d not in gone]
+    gone |= {left[d % len(left)] for d in second}
+    target = aten.mean.dim if op_name(node) == "mean" else aten.sum.dim_IntList
+    spell = Speller(graph, node)
+    spell.replace(spell.emit(target, source, sorted(gone), keep))
+    graph.erase_node(inner)
+    return True
 
 
 def apart(graph: fx.Graph, node: fx.Node, first: OpOverload) -> None:

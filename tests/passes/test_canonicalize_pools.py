@@ -44,6 +44,28 @@ def test_rewrites_spreads_with_means() -> None:
     check_values(shared(Spread), picture, oracle=False)
 
 
+class InTurn(nn.Module):
+    def forward(self, sample: Tensor) -> Tensor:
+        x = sample.tanh()
+        gate = x.mean(2, keepdim=True).mean(3, keepdim=True) + x.sum(-1).sum(-1)[..., None, None]
+        return x * gate + x.mean([1, 3]).mean(1)[:, None, None, None]
+
+
+def test_joins_means_and_sums_in_turn() -> None:
+    run = run_pass(canonicalize_pools, shared(InTurn), picture)
+    assert (run.rewrites, run.after["mean"], run.after["sum"]) == (3, 2, 1)
+    check_values(shared(InTurn), picture)
+
+
+def test_keeps_means_in_turn_of_which_one_is_kept() -> None:
+    class Kept(nn.Module):
+        def forward(self, sample: Tensor) -> Tensor:
+            lines = sample.mean(2, keepdim=True)
+            return sample * lines.mean(3, keepdim=True) + lines
+
+    assert run_pass(canonicalize_pools, Kept(), picture).unchanged
+
+
 def test_keeps_maxima_whose_indices_are_used() -> None:
     assert run_pass(canonicalize_pools, Indexed(), picture).unchanged
 

@@ -170,6 +170,22 @@ def test_multiplies_over_sites() -> None:
     check_values(module, tokens)
 
 
+class LinearAttentionOfPictures(nn.Module):
+    """The same without joining the axes of the picture."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        q, k = sample.sigmoid(), sample.cos()
+        mixed = torch.einsum("bchw,bdhw->bcd", k, sample.tanh())
+        scale = torch.einsum("bchw,bc->bhw", q, k.sum((2, 3)))
+        return torch.einsum("bchw,bcd->bdhw", q, mixed) / (scale[:, None] + 9)
+
+
+def test_multiplies_rows_of_pictures() -> None:
+    run = run_pass(narrow_reductions, shared(LinearAttentionOfPictures), picture)
+    assert (run.gained("site_product"), run.gained("owner_product")) == (1, 2)
+    check_values(shared(LinearAttentionOfPictures), picture, oracle=False)  # the twin has no einsum
+
+
 class Times(nn.Module):
     def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
         table = timestep[:, None, None] * torch.ones(3, 4)

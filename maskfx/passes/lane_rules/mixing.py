@@ -178,17 +178,24 @@ def matmul(m: Marker, node: fx.Node) -> Lane:
     contracted = any(isinstance(x, (Y, X, Tokens)) for x in inner_a)
     if contracted and sites == 2 and not out.has_sites:
         return out
-    if (
-        not contracted
-        and sites == 1
-        and all(not isinstance(x, (Y, X, Tokens)) for d in outer for x in d)
-    ):
+    if not contracted and sites == 1 and are_lined_up(a, b):
         return out
     if not contracted and sites == 1 and b.kind == "const":
         return out
     if sites == 0 or is_per_row(a, b):
         return out
     raise NotLaned(f"it multiplies {a} by {b}")
+
+
+def are_lined_up(a: Lane, b: Lane) -> bool:
+    """Return True if each row is multiplied by the same matrices of its request.
+
+    The rows' outer axes may be axes of sites; the matrices, one for each outer feature, have none.
+    """
+    rows, matrix = (a, b) if a.has_sites else (b, a)
+    outer = [[x for d in lane.dims[:-2] for x in d] for lane in (rows, matrix)]
+    features = [[x for x in own if isinstance(x, Feature)] for own in outer]
+    return features[0] == features[1] or not any(isinstance(x, (Y, X, Tokens)) for x in outer[0])
 
 
 def is_per_row(a: Lane, b: Lane) -> bool:
