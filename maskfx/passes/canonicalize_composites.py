@@ -152,7 +152,16 @@ def sort(spell: Speller, node: fx.Node) -> fx.Node | None:
     return node
 
 
+def argsort(spell: Speller, node: fx.Node) -> fx.Node | None:
+    """Name the axis by position, as operators do that run along one."""
+    if len(node.args) > 1 or node.kwargs.get("stable"):
+        return None
+    named = argument(node, 1, "dim", -1), bool(argument(node, 2, "descending", False))
+    return spell.emit(aten.argsort.default, node.args[0], *named)
+
+
 REWRITES: dict[str, Rewrite] = {
+    "argsort": argsort,
     "baddbmm": baddbmm,
     "channel_shuffle": channel_shuffle,
     "cosine_similarity": cosine_similarity,

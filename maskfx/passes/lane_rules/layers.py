@@ -50,6 +50,8 @@ def feature_norm(m: Marker, node: fx.Node) -> Lane:
 @rule(*SOFTMAXES)
 def softmax(m: Marker, node: fx.Node) -> Lane:
     lane, axis = m.need(node.args[0]), argument(node, 1, "dim")
+    if "stable" in node.kwargs:
+        raise NotLaned("it keeps the order of equal numbers")
     over_sites = op_name(node) in SITE_SOFTMAXES and same_part(lane.dims[axis], lane)
     if not lane.is_feature_dim(axis) and not over_sites:
         raise NotLaned(f"it runs along a site axis of {lane}")
