@@ -95,16 +95,6 @@ def diff(spell: Speller, node: fx.Node) -> fx.Node | None:
     )
 
 
-def baddbmm(spell: Speller, node: fx.Node) -> fx.Node | None:
-    added, *factors = node.args[:3]
-    product = spell.emit(aten.bmm.default, *factors)
-    parts = [(added, node.kwargs.get("beta", 1)), (product, node.kwargs.get("alpha", 1))]
-    return spell.emit(
-        aten.add.Tensor,
-        *(v if scale == 1 else spell.emit(aten.mul.Tensor, v, scale) for v, scale in parts),
-    )
-
-
 def channel_shuffle(spell: Speller, node: fx.Node) -> fx.Node | None:
     parts = spell.emit(aten.unflatten.int, node.args[0], 1, [argument(node, 1, "groups"), -1])
     return spell.emit(aten.flatten.using_ints, spell.emit(aten.transpose.int, parts, 1, 2), 1, 2)
@@ -162,7 +152,6 @@ def argsort(spell: Speller, node: fx.Node) -> fx.Node | None:
 
 REWRITES: dict[str, Rewrite] = {
     "argsort": argsort,
-    "baddbmm": baddbmm,
     "channel_shuffle": channel_shuffle,
     "cosine_similarity": cosine_similarity,
     "diff": diff,

@@ -24,7 +24,7 @@ class Between(nn.Module):
         return self.function(sample.tanh()).exp()
 
 
-SLOPES, MIXED = torch.linspace(0.1, 0.4, 4), torch.tensor([[0.1, 0.5, 0.2, 0.3]]).expand(4, 4)
+SLOPES = torch.linspace(0.1, 0.4, 4)
 CASES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "glu": ("glu", lambda x: F.glu(torch.cat([x, 2 * x], 1), 1)),
     "slopes": ("prelu", lambda x: F.prelu(x, SLOPES)),
@@ -32,12 +32,6 @@ CASES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "leaky": ("rrelu", lambda x: F.rrelu(x, 0.1, 0.4)),
     "similarity": ("cosine_similarity", lambda x: x * F.cosine_similarity(x, x.cos(), 1)[:, None]),
     "difference": ("diff", lambda x: F.pad(x.diff(dim=1), (0, 0, 0, 0, 0, 1))),
-    "added product": (
-        "baddbmm",
-        lambda x: torch.baddbmm(
-            x.flatten(2), MIXED.expand(len(x), 4, 4), x.flatten(2), beta=0.5, alpha=2
-        ).view_as(x),
-    ),
     "shuffled": ("channel_shuffle", lambda x: F.channel_shuffle(x, 2)),
     "vector": ("matmul", lambda x: x * (x.permute(0, 2, 3, 1) @ SLOPES)[:, None]),
     "picked": ("index", lambda x: x[:, [3, 1, 0, 0]]),
