@@ -1,7 +1,8 @@
 """A process that loads the programs another one saved, and may not capture.
 
 ``python -m tests.factories.saved_programs <directory> <case> ...`` prints one JSON line for each
-case: relative errors of a recording and of an edit against the eager module, seconds until the
+case, whose programs lie in a directory of its name, because modules of several cases are equal:
+relative errors of a recording and of an edit against the eager module, seconds until the
 first edit's result, and whether there is a program.
 """
 
@@ -65,7 +66,9 @@ def main(directory: str, *names: str) -> None:
     forbidden = mock.Mock(side_effect=AssertionError("a saved program was captured again"))
     with mock.patch.multiple(program_cache, capture=forbidden, compile_capture=forbidden):
         for name in names:
-            print(json.dumps(first_edit(name, ZOO[name].sizes[0], directory)), flush=True)
+            print(
+                json.dumps(first_edit(name, ZOO[name].sizes[0], f"{directory}/{name}")), flush=True
+            )
 
 
 if __name__ == "__main__":

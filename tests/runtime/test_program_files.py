@@ -41,7 +41,7 @@ def elsewhere(directory: Path, names: list[str]) -> list[dict[str, Any]]:
 
 
 def check_other_process(directory: Path, names: list[str]) -> None:
-    here = [first_edit(name, ZOO[name].sizes[0], str(directory)) for name in names]
+    here = [first_edit(name, ZOO[name].sizes[0], str(directory / name)) for name in names]
     there = elsewhere(directory, names)
     for one, other in zip(here, there, strict=True):
         assert other["codes"] == one["codes"], one["name"]
