@@ -119,8 +119,9 @@ def idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def three() -> Iterator[None]:
-    """Every thread that begins computes with three."""
+def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every thread that begins computes with three, on a machine of three cores."""
+    monkeypatch.setattr(cpu_threads.busy, "total", 3)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield

@@ -23,6 +23,8 @@ ENOUGH = 0.4  # of a core: less doesn't count, as an operator seldom waits for i
 class BusyCores:
     """Measures the cores that others use since the measurement before.
 
+    `total` is the number of cores that this process may use.
+
     Args:
         clock: Seconds that pass.
         used: Seconds of CPU time that this process has used, on all of its cores.
@@ -35,6 +37,7 @@ class BusyCores:
         used: Callable[[], float] = time.process_time,
         busy: Callable[[], float | None] | None = None,
     ) -> None:
+        self.total = len(cores_of_process())
         self._clock, self._used, self._busy = clock, used, busy or seconds_busy
         self._lock = threading.Lock()
         self._at, self._seconds_of_others = clock(), self._seconds()
@@ -66,10 +69,18 @@ def whole_cores(cores: float) -> int:
 def seconds_busy() -> float | None:
     """Return how long the cores that this process may use were busy since the system's start."""
     try:
-        text, cores = STATISTICS.read_text(encoding="ascii"), os.sched_getaffinity(0)
-    except (OSError, AttributeError):  # not Linux
+        text = STATISTICS.read_text(encoding="ascii")
+    except OSError:  # not Linux
         return None
-    return ticks_busy(text, cores) / os.sysconf("SC_CLK_TCK")
+    return ticks_busy(text, cores_of_process()) / os.sysconf("SC_CLK_TCK")
+
+
+def cores_of_process() -> Collection[int]:
+    """Return the numbers of the cores that this process may use."""
+    try:
+        return os.sched_getaffinity(0)
+    except AttributeError:  # not Linux
+        return range(os.cpu_count() or 1)
 
 
 def ticks_busy(statistics: str, cores: Collection[int]) -> int:

@@ -70,10 +70,15 @@ def settle() -> None:
 def cores_left(threads: int) -> int:
     """Return how many of `threads` to compute on, beside helper processes and other programs.
 
-    Helper processes are registered, and seen as other programs as well.
+    Helper processes are registered, and seen as other programs as well. Where there are more cores
+    than threads, other programs take those first.
     """
     whole = share.whole or threads
-    return whole if whole == 1 else max(1, whole - max(taken.cores, busy.by_others()))
+    if whole == 1:
+        return 1
+    others = busy.by_others()
+    free = busy.total - others if others else whole
+    return max(1, min(whole - taken.cores, free))
 
 
 @contextmanager

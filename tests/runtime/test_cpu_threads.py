@@ -127,6 +127,15 @@ def test_cores_of_other_programs_are_left_to_them(
     assert found == [3, 2, 1, 1, 1, 3]
 
 
+def test_other_programs_take_cores_without_a_thread_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_threads.busy, "total", 8)
+    found = []
+    for others in (0, 2, 4, 5, 7, 9):
+        monkeypatch.setattr(cpu_threads.busy, "by_others", lambda others=others: others)
+        found.append(cpu_threads.cores_left(4))
+    assert found == [4, 4, 4, 3, 1, 1]
+
+
 @needs_gnu
 def test_a_thread_shares_its_cores_for_a_while(
     three: None, monkeypatch: pytest.MonkeyPatch
