@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 import maskfx
 from maskfx.compiler.capture.capture import capture
 from maskfx.runtime.sample_arguments import join_results
+from maskfx.runtime.shared_programs import shared_programs
 from tests.passes.tools import TOLERANCE, error, numbers
 
 Inputs = dict[str, Any]
@@ -113,7 +114,8 @@ def test_an_edit_means_what_it_says() -> None:
 
     At a size that fills nothing up: filled rows run dense and read the current inputs.
     """
-    own = maskfx.compile(Samples().eval())  # no capture of another size serves this one
+    shared_programs().clear()  # no capture of another size serves this one
+    own = maskfx.compile(Samples().eval())
     height, width, text = 8, 8, 16
     before, after = make(height, width, text), make(height, width, text, seed=9)
     after["cap_feats"] = before["cap_feats"]
