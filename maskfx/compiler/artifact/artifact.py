@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 SCHEMA = 4  # raise it with every change of a document
 READING = threading.Lock()  # several threads may ask for the graph of one capture
 NAME, CAPTURED, HASH = "maskfx.program", "maskfx.capture", "xxh3_128"
+PAIRS = ":complex128"  # ends the name of a constant that is stored as pairs of numbers
 
 
 class UnreadableArtifact(CompileError):
@@ -83,7 +84,7 @@ def save(compilation: Compilation, weights: Mapping[str, Tensor], path: Path) ->
         HASH: packed.hash(),
         "schema": str(SCHEMA),
     }
-    write_whole(path, safetensors.torch.save(packed.constants, metadata))
+    write_whole(path, safetensors.torch.save(as_real(packed.constants), metadata))
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,25 @@ def pack(compilation: Compilation, weights: Mapping[str, Tensor]) -> Packed:
     )
     held = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.constants.items()}
     return Packed(document, captured, held)
+
+
+def as_real(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of which safetensors has every dtype: complex128 in pairs of numbers."""
+    double = {name for name, value in constants.items() if value.dtype == torch.complex128}
+    return {
+        f"{name}{PAIRS}" if name in double else name: (
+            torch.view_as_real(value.resolve_conj()).contiguous() if name in double else value
+        )
+        for name, value in constants.items()
+    }
+
+
+def as_complex(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that `as_real` was given."""
+    return {
+        name.removesuffix(PAIRS): torch.view_as_complex(value) if name.endswith(PAIRS) else value
+        for name, value in stored.items()
+    }
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -232,7 +252,7 @@ def load(path: Path, weights: Mapping[str, Tensor]) -> Compilation:
     try:
         with safetensors.safe_open(str(path), "pt") as file:
             metadata = file.metadata() or {}
-            constants = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            constants = as_complex({n: file.get_tensor(n) for n in file.keys()})  # noqa: SIM118
     except Exception as error:
         raise UnreadableArtifact(f"{path.name} can't be read: {error}; remove it") from error
     if metadata.get("schema") != str(SCHEMA):
