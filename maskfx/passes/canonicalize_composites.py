@@ -11,7 +11,7 @@ from torch import fx
 from maskfx.passes.context import PassContext, argument, aten, node_value, op_name
 from maskfx.passes.spelling import Speller
 
-Rewrite = Callable[[Speller, fx.Node], fx.Node | None]  # None: it stays
+Rewrite = Callable[[Speller, fx.Node], fx.Node | None]  # None: it stays; itself: it is gone
 
 
 def canonicalize_composites(graph: fx.Graph, ctx: PassContext) -> int:
@@ -58,7 +58,9 @@ def glu(spell: Speller, node: fx.Node) -> fx.Node | None:
 def prelu(spell: Speller, node: fx.Node) -> fx.Node | None:
     source, slopes = node.args[0], argument(node, 1, "weight")
     [count], rank = shape_of(slopes) or [1], len(shape_of(source))
-    if count != 1 and rank > 2:
+    if count == 1:  # it is elementwise
+        return None
+    if rank > 2:
         slopes = spell.emit(aten.reshape.default, slopes, [count] + [1] * (rank - 2))
     below = spell.emit(aten.mul.Tensor, source, slopes)
     return spell.emit(aten.where.self, spell.emit(aten.gt.Scalar, source, 0), source, below)
@@ -125,18 +127,17 @@ def sort(spell: Speller, node: fx.Node) -> fx.Node | None:
     """Rewrite values and indices, which one operator returns, to two operators."""
     if any(user.target is not operator.getitem for user in node.users):
         return None
-    source = node.args[0]
-    named = {"dim": argument(node, 1, "dim", -1), "descending": argument(node, 2, "descending")}
-    if "stable" in node.kwargs or isinstance(named["descending"], fx.Node):
+    source, axis = node.args[0], argument(node, 1, "dim", -1)
+    if "stable" in node.kwargs:
         return None
     order = spell.emit(
-        aten.argsort.default, source, named["dim"], bool(named["descending"] or False)
+        aten.argsort.default, source, axis, bool(argument(node, 2, "descending", False))
     )
     for user in list(node.users):
         own = Speller(spell.graph, user)
         picked = order
         if user.args[1] == 0:
-            picked = own.emit(aten.gather.default, source, named["dim"], order)
+            picked = own.emit(aten.gather.default, source, axis, order)
         own.replace(picked)
     spell.graph.erase_node(node)
     return node

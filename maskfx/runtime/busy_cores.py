@@ -87,8 +87,10 @@ def ticks_busy(statistics: str, cores: Collection[int]) -> int:
     """Return the clock ticks in which `cores` were busy, from the text of /proc/stat."""
     total = 0
     for line in statistics.splitlines():
+        if not line.startswith("cpu"):
+            break  # interrupts and the like, thousands of numbers on large machines
         name, *counters = line.split()
-        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cores:
+        if name[3:].isdigit() and int(name[3:]) in cores:
             ticks = [int(counter) for counter in counters[:GUESTS]]
             total += sum(ticks) - sum(ticks[IDLE])
     return total

@@ -160,6 +160,8 @@ def graph_in_full(
         nothing, leaves = Mask(torch.zeros(shape, dtype=torch.bool)), pytree.tree_leaves(wanted)
         flat = edit_in_full(marked, copies(values), copies(values), nothing, leaves)
         return marked if same_values(flat, wanted) else None
+    except torch.OutOfMemoryError:
+        raise  # the caller may retry with smaller inputs
     except Exception as error:  # fall back to the module's own result
         log.debug("a graph doesn't run in full: %s", error)
         return None

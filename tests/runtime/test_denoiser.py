@@ -263,3 +263,33 @@ def test_nothing_is_forgotten_while_a_step_runs(monkeypatch: pytest.MonkeyPatch)
     waited[0].join(5)
     assert not denoiser.programs, "forgotten once the step was over"
     assert torch.equal(found, wanted)
+
+
+class Drawing(nn.Module):
+    """Draws the same numbers in each call, which a captured graph draws anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, sample: Tensor) -> Tensor:
+        table = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+        found: Tensor = self.outer(torch.einsum("bchw,cd->bdhw", self.inner(sample), table))
+        return found
+
+
+@pytest.mark.wrong_program
+def test_a_graph_that_differs_from_its_module_is_not_run() -> None:
+    module = Drawing().eval()
+    denoiser = maskfx.compile(module)
+    given = {"sample": torch.randn(2, 4, 8, 12)}
+    wanted = module(**given)
+    output, cache = denoiser.record(**given)
+    mask = torch.zeros(8, 12, dtype=torch.bool)
+    mask[2:5, 3:7] = True
+    for _ in range(2):
+        (found,) = denoiser.edit([EditStep(given, mask, cache)])
+        assert torch.equal(found, wanted)
+    assert torch.equal(output, wanted)
+    assert "another result than the module" in denoiser.explain()

@@ -21,6 +21,7 @@ from torch import nn
 
 import maskfx
 from maskfx.compiler.artifact import artifact, key
+from maskfx.compiler.artifact.plain import Unsavable
 from maskfx.compiler.capture.capture import capture
 from maskfx.runtime import program_cache
 from tests.factories.saved_programs import first_edit
@@ -62,6 +63,16 @@ def test_constants_of_every_dtype_are_written() -> None:
     for name, wanted in constants.items():
         assert found[name].dtype == wanted.dtype
         assert torch.equal(found[name], wanted)
+
+
+def test_constants_of_unknown_dtypes_are_named(tmp_path: Path) -> None:
+    packed = artifact.Packed("{}", "{}", {"0": torch.zeros(2, dtype=torch.complex32)})
+    with (
+        mock.patch.object(artifact, "pack", return_value=packed),
+        pytest.raises(Unsavable, match="complex32"),
+    ):
+        artifact.save(mock.Mock(), {}, tmp_path / "x")
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_process_edits_with_saved_programs(tmp_path: Path) -> None:

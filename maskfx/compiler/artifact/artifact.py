@@ -84,7 +84,11 @@ def save(compilation: Compilation, weights: Mapping[str, Tensor], path: Path) ->
         HASH: packed.hash(),
         "schema": str(SCHEMA),
     }
-    write_whole(path, safetensors.torch.save(as_real(packed.constants), metadata))
+    try:
+        data = safetensors.torch.save(as_real(packed.constants), metadata)
+    except KeyError as error:  # of a dtype
+        raise Unsavable(f"safetensors holds no constants of {error}") from error
+    write_whole(path, data)
 
 
 @dataclass(frozen=True)
@@ -129,13 +133,12 @@ def pack(compilation: Compilation, weights: Mapping[str, Tensor]) -> Packed:
 
 def as_real(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of which safetensors has every dtype: complex128 in pairs of numbers."""
-    double = {name for name, value in constants.items() if value.dtype == torch.complex128}
-    return {
-        f"{name}{PAIRS}" if name in double else name: (
-            torch.view_as_real(value.resolve_conj()).contiguous() if name in double else value
-        )
-        for name, value in constants.items()
-    }
+    stored = {}
+    for name, value in constants.items():
+        if value.dtype == torch.complex128:
+            name, value = name + PAIRS, torch.view_as_real(value.resolve_conj())
+        stored[name] = value
+    return stored
 
 
 def as_complex(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
