@@ -188,7 +188,7 @@ def read_compilation(module: nn.Module, graphs: GraphSet) -> tuple[Compilation, 
     weights = {
         name: torch.empty_like(value, device="meta") for name, value in weights_of(module).items()
     }
-    found = load(graphs.directory / PROGRAM, weights)
+    found = load(graphs.directory / PROGRAM, weights, module)
     edit = graphs.manifest["graphs"].get("edit") or graphs.manifest["graphs"].get("record")
     names = [value["name"] for value in edit["inputs"]] if edit else []
     if found.program is not None and names != list(found.program.interface.inputs):

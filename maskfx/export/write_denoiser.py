@@ -83,7 +83,7 @@ def write_denoiser(
         write_graphs(graphs, places, options, times, files)
         progress.stage(len(graphs), "verification")
         with times.of("program and manifest"):
-            save(original, weights_of(denoiser.module), folder / PROGRAM)
+            save(original, weights_of(denoiser.module), folder / PROGRAM, denoiser.module)
             (folder / PROGRAM).chmod(0o644)  # as the other files
             facts = {each: replace(g.facts, file=names[each]) for each, g in graphs.items()}
             kind, print_ = type(denoiser.module).__name__, denoiser.fingerprint()

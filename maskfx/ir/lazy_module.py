@@ -22,9 +22,13 @@ class LazyModule(fx.GraphModule):
         if "forward" in vars(own):
             del own.forward
 
+    def _real_recompile(self) -> Any:
+        """Write the code and return it, as fx's own `recompile` does; Inductor's cache asks."""
+        return super().recompile()
+
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
-        super().recompile()
+        self._real_recompile()
         written: Callable[..., Any] = vars(type(self))["forward"].__get__(self)
         return written
 

@@ -67,7 +67,7 @@ class ProgramFiles:
         verdicts = self._verdicts()
         for path in programs_in(self.folder):
             try:
-                found = load(path, self._weights())
+                found = load(path, self._weights(), self.module)
             except UnreadableArtifact as error:
                 log.warning("a saved program is not used: %s", error)
                 continue
@@ -98,7 +98,7 @@ class ProgramFiles:
         code = "dense" if program is None else program.code[:16]
         name = f"{code}-{digest[:16]}{SUFFIX}"
         try:
-            save(compilation, self._weights(), self.folder / name)
+            save(compilation, self._weights(), self.folder / name, self.module)
         except Unsavable as error:
             log.info("%s is compiled anew by each process: %s", type(self.module).__name__, error)
             return

@@ -111,7 +111,7 @@ class Sharing:
         if compilation.capture.module is None:
             return  # the failure of one attempt
         try:
-            packed = pack(compilation, weights_of(self.module))
+            packed = pack(compilation, weights_of(self.module), self.module)
         except Unsavable as error:
             log.debug("%s isn't shared: %s", type(self.module).__name__, error)
             return
@@ -127,7 +127,7 @@ class Sharing:
 
     def _unpacked(self, one: SharedProgram) -> Compilation | None:
         try:
-            return unpack(one.packed, weights_of(self.module), "a shared program")
+            return unpack(one.packed, weights_of(self.module), self.module, "a shared program")
         except UnreadableArtifact as error:
             log.debug("a shared program is not used: %s", error)
             return None

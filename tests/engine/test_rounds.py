@@ -75,7 +75,7 @@ class Script:
 
 
 class Chance(Script):
-    """Decides at random, whenever a rank is free."""
+    """Chooses requests and steps at random, degrees in turn, whenever a rank is free."""
 
     at_borders = False
 
@@ -89,7 +89,8 @@ class Chance(Script):
         left, free, groups = list(calls), list(ranks), list[RankedGroup]()
         self.draw.shuffle(left)
         while left and free:
-            degree = min(len(free), self.draw.choice(self.degrees))
+            degree = min(len(free), self.degrees[len(self.taken) % len(self.degrees)])
+            self.taken.append(degree)
             own, free = tuple(free[:degree]), free[degree:]
             members, left = left[: (n := self.draw.choice((1, 2)))], left[n:]
             groups.append(RankedGroup(own, {m.id: self.draw.choice((1, 2, 5)) for m in members}))

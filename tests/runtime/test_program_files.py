@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import maskfx
-from maskfx.compiler.artifact import artifact, key
+from maskfx.compiler.artifact import artifact, graphs, key
 from maskfx.compiler.artifact.plain import Unsavable
 from maskfx.compiler.capture.capture import capture
 from maskfx.runtime import program_cache
@@ -29,9 +29,8 @@ from tests.factories.zoo import QUICK, ZOO
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "AuraFlowTransformer2DModel"
-# their experts run as a module of their own, which isn't written: each process compiles them anew
-ANEW = ("HiDreamImageTransformer2DModel", "HiDreamImageTransformer2DModel-experts")
-OTHERS = [name for name in ZOO if name not in (*QUICK, TINY, *ANEW)]
+EXPERTS = "HiDreamImageTransformer2DModel-experts"  # modules that stay whole
+OTHERS = [name for name in ZOO if name not in (*QUICK, TINY, EXPERTS)]
 
 
 def elsewhere(directory: Path, names: list[str]) -> list[dict[str, Any]]:
@@ -71,12 +70,18 @@ def test_constants_of_unknown_dtypes_are_named(tmp_path: Path) -> None:
         mock.patch.object(artifact, "pack", return_value=packed),
         pytest.raises(Unsavable, match="complex32"),
     ):
-        artifact.save(mock.Mock(), {}, tmp_path / "x")
+        artifact.save(mock.Mock(), {}, tmp_path / "x", nn.Identity())
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("target", ["builtins eval", "os system", "_operator methodcaller"])
+def test_a_file_cant_name_other_functions(target: str) -> None:
+    with pytest.raises(Unsavable, match="doesn't know"):
+        graphs.function_of(f"function {target}")
+
+
 def test_another_process_edits_with_saved_programs(tmp_path: Path) -> None:
-    check_other_process(tmp_path, [TINY, "FluxTransformer2DModel"])
+    check_other_process(tmp_path, [TINY, "FluxTransformer2DModel", EXPERTS])
 
 
 @pytest.mark.slow
@@ -258,13 +263,14 @@ def test_a_program_that_computes_something_else_is_refused(tmp_path: Path) -> No
     """Even where the document's own hash is right."""
     edit(mixer(), tmp_path)
     (path,) = files(tmp_path)
-    weights = dict(mixer().named_parameters())
-    kept = artifact.load(path, weights)
+    module = mixer()
+    weights = dict(module.named_parameters())
+    kept = artifact.load(path, weights, module)
     assert kept.program is not None
     kept.program.code = "0" * 64
-    artifact.save(kept, weights, path)
+    artifact.save(kept, weights, path, module)
     with pytest.raises(artifact.UnreadableArtifact, match="something else"):
-        artifact.load(path, weights)
+        artifact.load(path, weights, module)
 
 
 def test_a_folder_that_cant_be_written_costs_a_warning(

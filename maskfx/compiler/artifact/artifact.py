@@ -9,7 +9,6 @@ serves comparisons at new sizes and reports, is a document of its own that is re
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import logging
 import os
@@ -25,15 +24,13 @@ import safetensors
 import safetensors.torch
 import torch
 import xxhash
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import Tensor, fx, nn
 
 from maskfx.compiler.artifact.documents import (
     CaptureDocument,
     CompilationDocument,
     ProgramDocument,
     SideDocument,
-    SpecDocument,
 )
 from maskfx.compiler.artifact.graphs import (
     Tensors,
@@ -42,18 +39,18 @@ from maskfx.compiler.artifact.graphs import (
     read_graph,
 )
 from maskfx.compiler.artifact.plain import Unsavable, decoded, encoded
+from maskfx.compiler.artifact.specs import read_spec, spec_document
 from maskfx.compiler.build_program import digest, recording_twin, taps_of
 from maskfx.compiler.capture.branches import Decisions
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import Compilation
 from maskfx.errors import CompileError
 from maskfx.ir.program import Interface, Program, SideGraph, derive
-from maskfx.ir.values import open_dataclass
 from maskfx.passes.pipeline import PassRecord
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 4  # raise it with every change of a document
+SCHEMA = 5  # raise it with every change of a document
 READING = threading.Lock()  # several threads may ask for the graph of one capture
 NAME, CAPTURED, HASH = "maskfx.program", "maskfx.capture", "xxh3_128"
 PAIRS = ":complex128"  # ends the name of a constant that is stored as pairs of numbers
@@ -66,18 +63,21 @@ class UnreadableArtifact(CompileError):
 # Writing.
 
 
-def save(compilation: Compilation, weights: Mapping[str, Tensor], path: Path) -> None:
+def save(
+    compilation: Compilation, weights: Mapping[str, Tensor], path: Path, module: nn.Module
+) -> None:
     """Write a compilation to a file, atomically; one without a program keeps its reasons.
 
     Args:
         compilation: what `compile_capture` returned.
         weights: the denoiser's weights by path (`weights_of`); they are referred to, not written.
         path: the file; another file of this name is replaced.
+        module: the denoiser, whose modules that stay whole are referred to.
 
     Raises:
         Unsavable: the compilation holds a value that can't be written.
     """
-    packed = pack(compilation, weights)
+    packed = pack(compilation, weights, module)
     metadata = {
         NAME: packed.document,
         CAPTURED: packed.captured,
@@ -119,16 +119,17 @@ class Packed:
         return found.hexdigest()
 
 
-def pack(compilation: Compilation, weights: Mapping[str, Tensor]) -> Packed:
+def pack(compilation: Compilation, weights: Mapping[str, Tensor], module: nn.Module) -> Packed:
     """Return a compilation in the form that files hold; raise Unsavable if it has no such form."""
-    tensors, module = Tensors(weights), compilation.capture.module
-    graph = None if module is None else graph_document(module, tensors, frozenset())
-    document, captured = (
-        json.dumps(one, separators=(",", ":"))
-        for one in (compilation_document(compilation, tensors), graph)
-    )
+    tensors, captured = Tensors(weights, module), compilation.capture.module
+    graph = None if captured is None else graph_document(captured, tensors, frozenset())
+    document = compilation_document(compilation, tensors)
     held = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.constants.items()}
-    return Packed(document, captured, held)
+    return Packed(as_text(document), as_text(graph), held)
+
+
+def as_text(document: object) -> str:
+    return json.dumps(document, separators=(",", ":"))
 
 
 def as_real(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -227,24 +228,10 @@ def side_document(side: SideGraph | None, tensors: Tensors) -> SideDocument | No
     }
 
 
-def spec_document(spec: pytree.TreeSpec) -> SpecDocument:
-    """Return an argument structure as JSON, and the modules that know its classes."""
-    try:
-        text = pytree.treespec_dumps(spec)
-    except Exception as error:
-        raise Unsavable(f"the structure of arguments or results can't be saved: {error}") from error
-    return {"spec": text, "modules": sorted({m for m in class_modules(spec) if m != "builtins"})}
-
-
-def class_modules(spec: pytree.TreeSpec) -> set[str]:
-    own = {getattr(spec.type, "__module__", "builtins")}
-    return own.union(*map(class_modules, spec.children()), set())
-
-
 # Reading.
 
 
-def load(path: Path, weights: Mapping[str, Tensor]) -> Compilation:
+def load(path: Path, weights: Mapping[str, Tensor], module: nn.Module) -> Compilation:
     """Read a compilation for a module with weights of these paths, shapes and types.
 
     With weights on the meta device the graphs are there to be read, not to be run.
@@ -264,15 +251,17 @@ def load(path: Path, weights: Mapping[str, Tensor]) -> Compilation:
     packed = Packed(metadata.get(NAME, ""), metadata.get(CAPTURED, ""), constants)
     if packed.hash() != metadata.get(HASH):
         raise UnreadableArtifact(f"{path.name} is damaged: its hash differs; remove it")
-    return unpack(packed, weights, path.name)
+    return unpack(packed, weights, module, path.name)
 
 
-def unpack(packed: Packed, weights: Mapping[str, Tensor], name: str) -> Compilation:
-    """Return a packed compilation with these weights; `name` is its name in errors."""
+def unpack(
+    packed: Packed, weights: Mapping[str, Tensor], module: nn.Module, name: str
+) -> Compilation:
+    """Return a packed compilation for a module with these weights; `name` is its name in errors."""
     there = (w.device for w in weights.values() if not w.is_meta)
     device = next(there, torch.device("cpu"))
     constants = {key: t.to(device, copy=True) for key, t in packed.constants.items()}
-    tensors = Tensors(weights, constants)
+    tensors = Tensors(weights, module, constants)
     try:
         with many_objects():
             return read_compilation(json.loads(packed.document), packed.captured, tensors)
@@ -388,12 +377,3 @@ def read_side(document: SideDocument | None, tensors: Tensors) -> SideGraph | No
         return None
     module = read_graph(document["graph"], tensors, {})
     return SideGraph(module, decoded(document["lanes"]), document["used"], document["nodes"])
-
-
-def read_spec(document: SpecDocument) -> pytree.TreeSpec:
-    for name in document["modules"]:
-        module = importlib.import_module(name)  # registers its classes
-        for kind in vars(module).values():
-            if isinstance(kind, type) and f'"{name}.{kind.__qualname__}"' in document["spec"]:
-                open_dataclass(kind)
-    return pytree.treespec_loads(document["spec"])

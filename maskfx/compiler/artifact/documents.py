@@ -27,18 +27,32 @@ class NodeDocument(TypedDict):
     origin: str
 
 
+class WholeDocument(TypedDict):
+    """The fields of a `Whole`; `path` is that of its module in the denoiser."""
+
+    path: str
+    spec: SpecDocument
+    constants: Json
+    axes: int
+    widths: list[int]
+    width: int
+    flops: int
+
+
 class AttributeDocument(TypedDict, total=False):
     """What a node reads of its module: one of these.
 
     Args:
         made: whether the reader makes it again.
         graph: a graph inside the graph.
+        whole: a module of the denoiser that stays whole.
         weight: the path of a weight.
         constant: the number of a constant.
     """
 
     made: bool
     graph: GraphDocument
+    whole: WholeDocument
     weight: str
     constant: str
 

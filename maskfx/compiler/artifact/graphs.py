@@ -1,4 +1,4 @@
-"""A graph as JSON and back: operators by name, weights by their path in the module.
+"""A graph as JSON and back: operators by name, weights and whole modules by path in the denoiser.
 
 Tensors that a graph holds beside the module's weights are constants: they are stored. Of what the
 capture knew of a value, only shape and dtype are kept, which explanations and cost models read.
@@ -9,26 +9,53 @@ from __future__ import annotations
 import importlib
 import operator
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from maskfx.compiler.artifact.documents import AttributeDocument, GraphDocument, NodeDocument
+from maskfx.compiler.artifact.documents import (
+    AttributeDocument,
+    GraphDocument,
+    NodeDocument,
+    WholeDocument,
+)
 from maskfx.compiler.artifact.plain import Unsavable, decoded, encoded
+from maskfx.compiler.artifact.specs import read_spec, spec_document
 from maskfx.ir.json_values import Json
 from maskfx.ir.lanes import NotLaned, int_hint, shape_hint
 from maskfx.ir.lazy_module import over_same
+from maskfx.ops.whole import Whole, run_whole
 
-FUNCTIONS = ("_operator", "operator", "math", "builtins", "torch")  # modules of plain functions
+ARITHMETIC = """
+    abs add and_ eq floordiv ge getitem gt index inv invert le lshift lt mod mul ne neg not_ or_ pos
+    pow rshift sub truediv truth xor
+"""
+SYMBOLIC = "sym_float sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum"
+# the functions that a graph may call beside operators, by module: a file can't name any other
+FUNCTIONS = {
+    "_operator": frozenset(ARITHMETIC.split()),
+    "math": frozenset({"ceil", "floor", "gcd", "isqrt", "log2", "pow", "sqrt", "trunc"}),
+    "builtins": frozenset({"abs", "bool", "float", "int", "max", "min", "pow", "round"}),
+    "torch": frozenset(SYMBOLIC.split()),
+    run_whole.__module__: frozenset({run_whole.__name__}),
+}
 
 
 @dataclass
 class Tensors:
-    """The tensors of one artifact: weights of the module by name, constants by number."""
+    """The tensors of one artifact: weights of the module by name, constants by number.
+
+    Args:
+        weights: the denoiser's weights by path.
+        module: the denoiser.
+        constants: the other tensors.
+    """
 
     weights: Mapping[str, Tensor]
+    module: nn.Module
     constants: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -86,6 +113,8 @@ def graph_document(module: fx.GraphModule, tensors: Tensors, skip: frozenset[str
                 attributes[name] = {"made": True}
             elif isinstance(value, fx.GraphModule):
                 attributes[name] = {"graph": graph_document(value, tensors, frozenset())}
+            elif isinstance(value, Whole):
+                attributes[name] = {"whole": whole_document(value, tensors.module)}
             elif isinstance(value, Tensor):
                 attributes[name] = tensors.name_of(value)
             else:
@@ -102,6 +131,21 @@ def graph_document(module: fx.GraphModule, tensors: Tensors, skip: frozenset[str
             }
         )
     return {"nodes": nodes, "attributes": attributes}
+
+
+def whole_document(whole: Whole, module: nn.Module) -> WholeDocument:
+    path = next((path for path, part in module.named_modules() if part is whole.inner), None)
+    if path is None:
+        raise Unsavable(f"a graph runs a {type(whole.inner).__name__} that the module doesn't hold")
+    return {
+        "path": path,
+        "spec": spec_document(whole.spec),
+        "constants": encoded(whole.constants),
+        "axes": whole.axes,
+        "widths": whole.widths,
+        "width": whole.width,
+        "flops": whole.flops,
+    }
 
 
 def node_name(value: object) -> Json:
@@ -121,9 +165,11 @@ def target_name(node: fx.Node) -> str:
         return f"op {target.namespace} {target._opname} {target._overloadname}"
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"op higher_order {target.name()}"
-    module, name = getattr(target, "__module__", None), getattr(target, "__name__", "")
-    if module in FUNCTIONS and getattr(importlib.import_module(module), name, None) is target:
-        return f"function {module} {name}"
+    module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
+    found = f"function {module} {name}"
+    with suppress(Unsavable):
+        if function_of(found) is target:
+            return found
     raise Unsavable(f"{node.name}: the function {target!r:.80}")
 
 
@@ -151,9 +197,11 @@ def read_graph(
     root, graph = nn.Module(), fx.Graph()
     for name, place in document["attributes"].items():
         if "made" in place:
-            value: Tensor | fx.GraphModule = made[name]
+            value: Tensor | nn.Module = made[name]
         elif "graph" in place:
             value = read_graph(place["graph"], tensors, {})
+        elif "whole" in place:
+            value = read_whole(place["whole"], tensors.module)
         else:
             value = tensors.of(place)
         attach(root, name, value)
@@ -184,6 +232,18 @@ def read_graph(
     return over_same(root, graph)
 
 
+def read_whole(document: WholeDocument, module: nn.Module) -> Whole:
+    return Whole(
+        module.get_submodule(document["path"]),
+        read_spec(document["spec"]),
+        decoded(document["constants"]),
+        document["axes"],
+        document["widths"],
+        document["width"],
+        document["flops"],
+    )
+
+
 def attach(root: nn.Module, name: str, value: object) -> None:
     """Set a dotted attribute, with modules in between as needed."""
     *path, last = name.split(".")
@@ -205,7 +265,7 @@ def function_of(target: str) -> Any:
     if kind == "op":
         packet = getattr(getattr(torch.ops, module), names[0])
         return getattr(packet, names[1] or "default")
-    if kind == "function" and module in FUNCTIONS:
+    if kind == "function" and names[0] in FUNCTIONS.get(module, ()):
         return getattr(importlib.import_module(module), names[0])
     raise Unsavable(f"an artifact calls {target!r}, which this version doesn't know")
 

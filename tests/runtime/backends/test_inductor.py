@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import maskfx
 from maskfx.ir.sources import Rest
@@ -51,6 +52,7 @@ SIZES = ((8, 8), (6, 10), (10, 7))
 @pytest.mark.parametrize("prepack", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_one_compile_serves_every_mask_size_and_batch(prepack: bool) -> None:
     module, before = Stack(2).eval(), inductor.compiles
+    counters["aot_autograd"].clear()
     denoiser = maskfx.compile(module, inductor=True, prepack=prepack)
     members, wanted = [], []
     for batch, size in ((1, SIZES[0]), (2, SIZES[1]), (1, SIZES[2])):
@@ -63,6 +65,7 @@ def test_one_compile_serves_every_mask_size_and_batch(prepack: bool) -> None:
         assert error(denoiser.edit([step])[0], expected) < 1e-5
     assert error(denoiser.edit(members[:8]), wanted[:8]) < 1e-5
     assert inductor.compiles == before + 1
+    assert not counters["aot_autograd"]["autograd_cache_bypass"], "kept on disk for later processes"
 
 
 def test_stretches_share_one_compile() -> None:
