@@ -25,6 +25,7 @@ from maskfx.compiler.capture.branches import Unexportable, split_off
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.export import drop_refills, export_as_answered, quiet, spell_views
 from maskfx.compiler.capture.light_run import NotLight, light_twin
+from maskfx.compiler.capture.plain_attention import plain_attention
 from maskfx.compiler.capture.roles import Argument, Sizes
 from maskfx.compiler.capture.twin import NoTwin
 from maskfx.compiler.capture.whole import WholeModules
@@ -149,7 +150,7 @@ def captured_at(
     notes: Sequence[str],
 ) -> Capture:
     """Export the module as it runs on arguments of these sizes; raise if that fails."""
-    with CAPTURING, quiet():
+    with CAPTURING, quiet(), plain_attention():
         exported, answers = exported_with(whole, example, call.leaves, symbolic)
         result = finish(exported, call, sizes, symbolic, notes, answers)
         assert result.module is not None

@@ -70,7 +70,9 @@ class Twin:
         if library or isinstance(value, SHARED) or not hasattr(value, "__dict__"):
             return value
         try:
-            return self._object(value, copy.copy(value))
+            made = copy.copy(value)
+            # a member of an enumeration, for one, is its own copy
+            return value if made is value else self._object(value, made)
         except Exception as error:
             raise NoTwin(f"a {type(value).__name__} can't be copied: {error}") from error
 
