@@ -30,7 +30,8 @@ CASE = ZOO["FluxTransformer2DModel"]
 @torch.library.custom_op("maskfx_tests::opaque_attention", mutates_args=())
 def opaque(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of (sample, token, head, feature) in a kernel that no graph can look into."""
-    rows = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    rows = F.scaled_dot_product_attention(q, k, v)
     return rows.transpose(1, 2).contiguous()
 
 
@@ -51,7 +52,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def choose(module: nn.Module, backend: str) -> None:
     """What `set_attention_backend` does once it has found the package."""
     for part in module.modules():
-        if hasattr(processor := getattr(part, "processor", None), "_attention_backend"):
+        processor: Any = getattr(part, "processor", None)
+        if hasattr(processor, "_attention_backend"):
             processor._attention_backend = AttentionBackendName(backend)
 
 
@@ -140,7 +142,8 @@ def test_attention_of_xformers_narrows(monkeypatch: pytest.MonkeyPatch, heads: b
 
 
 def test_a_twin_leaves_members_of_enumerations_as_they_are() -> None:
-    module = nn.Linear(2, 2)
-    module.backend = AttentionBackendName.NATIVE  # type: ignore[assignment]
-    assert Twin(module).module.backend is AttentionBackendName.NATIVE
+    module: Any = nn.Linear(2, 2)
+    module.backend = AttentionBackendName.NATIVE
+    twin: Any = Twin(module).module
+    assert twin.backend is AttentionBackendName.NATIVE
     assert repr(copy.copy(AttentionBackendName.NATIVE)).startswith("<AttentionBackendName.NATIVE")
