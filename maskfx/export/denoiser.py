@@ -28,6 +28,7 @@ from maskfx.export.graph_set import GraphSet
 from maskfx.export.graphs import lowered
 from maskfx.export.manifest import read_manifest
 from maskfx.ir.program import KEYS, STRETCH, SideGraph
+from maskfx.ir.values import is_wrapped
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.program_cache import ProgramCache
@@ -186,7 +187,8 @@ class ExportedPrograms(ProgramCache):
 def read_compilation(module: nn.Module, graphs: GraphSet) -> tuple[Compilation, ExportedCapture]:
     """Return the compilation of a directory, its side graphs run from their files."""
     weights = {
-        name: torch.empty_like(value, device="meta") for name, value in weights_of(module).items()
+        name: value if is_wrapped(value) else torch.empty_like(value, device="meta")
+        for name, value in weights_of(module).items()
     }
     found = load(graphs.directory / PROGRAM, weights, module)
     edit = graphs.manifest["graphs"].get("edit") or graphs.manifest["graphs"].get("record")

@@ -10,6 +10,7 @@ from enum import Enum
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from maskfx.ir.lru import LruCache
 
@@ -71,6 +72,24 @@ def copies(values: Sequence[object]) -> list[object]:
 
 def copy_of(value: object) -> object:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def is_wrapped(value: torch.Tensor) -> bool:
+    """Return True for a class around other tensors, such as a quantized weight."""
+    return is_traceable_wrapper_subclass(value)
+
+
+def parts_of(value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors with a tensor's numbers: itself, or what a quantized weight consists of.
+
+    Packages for quantization wrap integers and scales in a class that acts as one tensor; their
+    names begin with a dot.
+    """
+    if not is_wrapped(value):
+        return {"": value}
+    names = value.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    inner = {name: parts_of(getattr(value, name)) for name in names}
+    return {f".{n}{rest}": part for n, parts in inner.items() for rest, part in parts.items()}
 
 
 def same_values(found: object, wanted: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
@@ -102,12 +103,58 @@ def channel_shuffle(spell: Speller, node: fx.Node) -> fx.Node | None:
     return spell.emit(aten.flatten.using_ints, spell.emit(aten.transpose.int, parts, 1, 2), 1, 2)
 
 
+def matmul(spell: Speller, node: fx.Node) -> fx.Node | None:
+    """Rewrite a product by a matrix of weights, or by a vector."""
+    left, right = node.args[:2]
+    if len(shape_of(left)) > 1 and len(shape_of(right)) == 2:
+        return product(spell, left, right, aten.matmul.default)
+    return by_vector(spell, node)
+
+
 def by_vector(spell: Speller, node: fx.Node) -> fx.Node | None:
     """Rewrite a product by a vector, of which one number is left for each row."""
     matrix, vector = node.args[:2]
     if len(shape_of(vector)) != 1 or len(shape_of(matrix)) < 2:
         return None
     return spell.emit(aten.sum.dim_IntList, spell.emit(aten.mul.Tensor, matrix, vector), [-1])
+
+
+def mm(spell: Speller, node: fx.Node) -> fx.Node | None:
+    """Rewrite a product of two matrices; quantized layers write their products so."""
+    return product(spell, node.args[0], node.args[1], node.target)
+
+
+def addmm(spell: Speller, node: fx.Node) -> fx.Node | None:
+    if argument(node, 3, "beta", 1) != 1 or argument(node, 4, "alpha", 1) != 1:
+        return None
+    found = product(spell, node.args[1], node.args[2], node.target)
+    return found and spell.emit(aten.add.Tensor, found, node.args[0])
+
+
+def product(spell: Speller, left: Any, right: Any, written: Any) -> fx.Node | None:
+    """Return a product as a linear layer if only its right matrix comes from weights alone.
+
+    Others are a matmul, or stay if they are `written` as one.
+    """
+    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+        return None
+    if from_weights(right) and not from_weights(left):
+        return spell.emit(aten.linear.default, left, spell.emit(aten.t.default, right))
+    if written is aten.matmul.default:
+        return None
+    return spell.emit(aten.matmul.default, left, right)
+
+
+def from_weights(node: fx.Node) -> bool:
+    """Return True if a value follows from the module's tensors, not from a call's arguments."""
+    left, seen = [node], {node}
+    while left:
+        now = left.pop()
+        if now.op == "placeholder":
+            return False
+        left += [one for one in now.all_input_nodes if one not in seen]
+        seen.update(left)
+    return True
 
 
 def index(spell: Speller, node: fx.Node) -> fx.Node | None:
@@ -152,13 +199,15 @@ def argsort(spell: Speller, node: fx.Node) -> fx.Node | None:
 
 
 REWRITES: dict[str, Rewrite] = {
+    "addmm": addmm,
     "argsort": argsort,
     "channel_shuffle": channel_shuffle,
     "cosine_similarity": cosine_similarity,
     "diff": diff,
     "glu": glu,
     "index": index,
-    "matmul": by_vector,
+    "matmul": matmul,
+    "mm": mm,
     "mv": by_vector,
     "prelu": prelu,
     "rrelu": rrelu,

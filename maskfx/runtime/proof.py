@@ -42,7 +42,8 @@ def uneven_mask(shape: Sequence[int]) -> Tensor:
 
 def hides(module: nn.Module) -> bool:
     """Return True if a weight matrix is all zero: layers before it don't affect the output."""
-    several = (p for p in module.parameters() if p.ndim > 1 and p.numel())
+    plain = (p for p in module.parameters() if type(p) is nn.Parameter)  # not quantized
+    several = (p for p in plain if p.ndim > 1 and p.numel())
     return any(not bool(p[(0,) * p.ndim]) and not bool(p.any()) for p in several)
 
 

@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from maskfx.ir.values import parts_of
 from maskfx.runtime.offload import whole_hook
 
 
@@ -230,13 +231,18 @@ def samples_of(values: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def state_of(value: Tensor) -> object:
     """Return what changes whenever a tensor's numbers do; None if nothing does."""
-    if value.is_inference():
+    held = parts_of(value).values()
+    if any(one.is_inference() for one in held):
         return None
-    return value._version, value.data_ptr(), value.dtype, value.shape
+    return [(one._version, one.data_ptr(), one.dtype, one.shape) for one in held]
 
 
 def checksum(value: Tensor) -> bytes:
     """Return sums of all bytes of a tensor, eight bytes at a time, in parts of equal length."""
+    return b"".join(map(checksum_of_plain, parts_of(value).values()))
+
+
+def checksum_of_plain(value: Tensor) -> bytes:
     value = value.int_repr() if value.is_quantized else value
     try:
         octets = value.detach().reshape(-1).view(torch.uint8)

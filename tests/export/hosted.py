@@ -32,6 +32,7 @@ from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding
 from maskfx.runtime.cache.serialize import encode
+from maskfx.runtime.shared_programs import shared_programs
 from maskfx.runtime.side_graphs import run_side
 from tests.factories.zoo import ZOO, Size
 
@@ -42,6 +43,7 @@ Inputs = Mapping[str, Any]
 def denoiser_of(name: str, settings: tuple[str, ...] = ()) -> maskfx.CompiledDenoiser:
     """A case compiled with these settings switched on, after one recording of its first size."""
     chosen: dict[str, Any] = dict.fromkeys(settings, True)
+    shared_programs().clear()  # one of another case may serve, with arguments of another type
     denoiser: maskfx.CompiledDenoiser = maskfx.compile(ZOO[name].build(), **chosen)
     denoiser.record(**ZOO[name].inputs(ZOO[name].sizes[0], 0))
     return denoiser

@@ -25,6 +25,15 @@ class Between(nn.Module):
 
 
 SLOPES = torch.linspace(0.1, 0.4, 4)
+MATRIX = torch.linspace(-1, 1, 16).reshape(4, 4)
+
+
+def by_matrix(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """A product of flat rows."""
+    rows = x.permute(0, 2, 3, 1)
+    return product(rows.reshape(-1, 4)).reshape(rows.shape).permute(0, 3, 1, 2)
+
+
 CASES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "glu": ("glu", lambda x: F.glu(torch.cat([x, 2 * x], 1), 1)),
     "slopes": ("prelu", lambda x: F.prelu(x, SLOPES)),
@@ -33,6 +42,9 @@ CASES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "difference": ("diff", lambda x: F.pad(x.diff(dim=1), (0, 0, 0, 0, 0, 1))),
     "shuffled": ("channel_shuffle", lambda x: F.channel_shuffle(x, 2)),
     "vector": ("matmul", lambda x: x * (x.permute(0, 2, 3, 1) @ SLOPES)[:, None]),
+    "matrix": ("matmul", lambda x: by_matrix(x, lambda rows: rows @ MATRIX)),
+    "mm": ("mm", lambda x: by_matrix(x, lambda rows: torch.mm(rows, MATRIX))),
+    "addmm": ("addmm", lambda x: by_matrix(x, lambda rows: torch.addmm(SLOPES, rows, MATRIX))),
     "picked": ("index", lambda x: x[:, [3, 1, 0, 0]]),
     "one picked": ("index", lambda x: x * x[:, [2]]),
     "sorted": ("sort", lambda x: x.sort(1, descending=True).values + x.sort(1).indices),
@@ -51,7 +63,11 @@ def test_it_runs_on_rows(case: str) -> None:
 
 
 def test_second_run_rewrites_nothing() -> None:
-    module = Between(lambda x: F.glu(x.sort(1).values, 1).repeat(1, 2, 1, 1))
+    module = Between(
+        lambda x: F.glu(by_matrix(x.sort(1).values, lambda rows: rows.mm(MATRIX)), 1).repeat(
+            1, 2, 1, 1
+        )
+    )
     assert run_pass(canonicalize_composites, module, picture).second_run_is_idle()
 
 

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from maskfx.compiler.artifact.specs import read_spec, spec_document
 from maskfx.ir.json_values import Json
 from maskfx.ir.lanes import NotLaned, int_hint, shape_hint
 from maskfx.ir.lazy_module import over_same
+from maskfx.ir.values import is_wrapped, parts_of
 from maskfx.ops.whole import Whole, run_whole
 
 ARITHMETIC = """
@@ -87,15 +89,23 @@ class Tensors:
 
 def place_of(value: Tensor) -> Hashable:
     """Return what is equal for tensors that are the same numbers in the same place."""
-    if value.is_meta or not value.numel():
+    if value.is_meta or not value.numel() or is_wrapped(value):
         return id(value)
     return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by their path; a shared one stands under each of its paths."""
-    named = dict(module.named_parameters(remove_duplicate=False))
-    return {**named, **dict(module.named_buffers(remove_duplicate=False))}
+    """Return parameters and buffers by their path; a shared one stands under each of its paths.
+
+    Of a quantized weight its parts are there too: the integers, the scales.
+    """
+    named = chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    )
+    found = dict(named)
+    parts = [(path, parts_of(weight)) for path, weight in found.items()]
+    return found | {path + name: part for path, own in parts for name, part in own.items()}
 
 
 # Writing.

@@ -1,0 +1,89 @@
+"""Quantized weights: a denoiser with such linear layers edits on rows, and is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import maskfx
+from maskfx.ir.values import parts_of
+from maskfx.runtime import program_cache
+from maskfx.runtime.weights import Weights, checksum, state_of
+from tests.factories.quantized import EightBits, quantize
+from tests.factories.zoo import ZOO
+from tests.passes.tools import error
+
+FAMILIES = ["FluxTransformer2DModel", "UNet2DConditionModel-sd15"]
+
+
+def check_edit(module: nn.Module, name: str, **how: Any) -> maskfx.CompiledDenoiser:
+    case = ZOO[name]
+    inputs, denoiser = case.inputs(case.sizes[0], 0), maskfx.compile(module, **how)
+    wanted = module(**inputs)
+    _, cache = denoiser.record(**inputs)
+    mask = torch.zeros(denoiser.mask_shape(inputs), dtype=torch.bool)
+    mask.view(-1)[3:9] = True
+    assert error(denoiser.edit([maskfx.EditStep(inputs, mask, cache)])[0], wanted) < 1e-4
+    return denoiser
+
+
+def quantized(name: str) -> nn.Module:
+    module = ZOO[name].build()
+    assert quantize(module) > 10
+    return module
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_quantized_denoisers_edit_on_rows(name: str) -> None:
+    denoiser = check_edit(quantized(name), name)
+    assert all(one.program is not None and not one.reasons for one in denoiser.compilations)
+
+
+def test_another_start_captures_no_quantized_denoiser_again(tmp_path: Path) -> None:
+    check_edit(quantized(FAMILIES[0]), FAMILIES[0], programs=tmp_path)
+    refuse = mock.Mock(side_effect=AssertionError("captured again"))
+    with mock.patch.object(program_cache, "capture", refuse):
+        check_edit(quantized(FAMILIES[0]), FAMILIES[0], programs=tmp_path)
+
+
+def test_quantized_weights_have_fingerprints() -> None:
+    one, other = nn.Linear(8, 4), nn.Linear(8, 4)
+    for module in (one, other):
+        quantize(module)
+    weight: Any = one.weight
+    assert list(parts_of(weight)) == [".integers", ".scales"]
+    assert Weights(one).fingerprint() != Weights(other).fingerprint()
+    before, known = checksum(weight), state_of(weight)
+    assert isinstance(weight, EightBits)
+    weight.integers.add_(1)
+    assert checksum(weight) != before
+    assert state_of(weight) != known
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("config", "narrows"),
+    [
+        ("Int8WeightOnlyConfig", True),
+        ("Float8WeightOnlyConfig", True),
+        ("Int8DynamicActivationInt8WeightConfig", False),
+    ],
+)
+def test_denoisers_quantized_by_torchao_edit(name: str, config: str, narrows: bool) -> None:
+    """One that quantizes rows too runs in part, or dense."""
+    package = pytest.importorskip("torchao.quantization", reason="torchao isn't installed")
+    module = ZOO[name].build()
+    package.quantize_(
+        module,
+        getattr(package, config)(),
+        filter_fn=lambda part, _: isinstance(part, nn.Linear) and part.in_features % 8 == 0,
+    )
+    denoiser = check_edit(module, name)
+    whole = all(one.program is not None and not one.reasons for one in denoiser.compilations)
+    assert whole == narrows
