@@ -103,14 +103,6 @@ def channel_shuffle(spell: Speller, node: fx.Node) -> fx.Node | None:
     return spell.emit(aten.flatten.using_ints, spell.emit(aten.transpose.int, parts, 1, 2), 1, 2)
 
 
-def matmul(spell: Speller, node: fx.Node) -> fx.Node | None:
-    """Rewrite a product by a matrix of weights, or by a vector."""
-    left, right = node.args[:2]
-    if len(shape_of(left)) > 1 and len(shape_of(right)) == 2:
-        return product(spell, left, right, aten.matmul.default)
-    return by_vector(spell, node)
-
-
 def by_vector(spell: Speller, node: fx.Node) -> fx.Node | None:
     """Rewrite a product by a vector, of which one number is left for each row."""
     matrix, vector = node.args[:2]
@@ -121,27 +113,22 @@ def by_vector(spell: Speller, node: fx.Node) -> fx.Node | None:
 
 def mm(spell: Speller, node: fx.Node) -> fx.Node | None:
     """Rewrite a product of two matrices; quantized layers write their products so."""
-    return product(spell, node.args[0], node.args[1], node.target)
+    return product(spell, node.args[0], node.args[1])
 
 
 def addmm(spell: Speller, node: fx.Node) -> fx.Node | None:
     if argument(node, 3, "beta", 1) != 1 or argument(node, 4, "alpha", 1) != 1:
         return None
-    found = product(spell, node.args[1], node.args[2], node.target)
+    found = product(spell, node.args[1], node.args[2])
     return found and spell.emit(aten.add.Tensor, found, node.args[0])
 
 
-def product(spell: Speller, left: Any, right: Any, written: Any) -> fx.Node | None:
-    """Return a product as a linear layer if only its right matrix comes from weights alone.
-
-    Others are a matmul, or stay if they are `written` as one.
-    """
+def product(spell: Speller, left: Any, right: Any) -> fx.Node | None:
+    """Return a product as a linear layer if only its right matrix comes from weights alone."""
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return None
     if from_weights(right) and not from_weights(left):
         return spell.emit(aten.linear.default, left, spell.emit(aten.t.default, right))
-    if written is aten.matmul.default:
-        return None
     return spell.emit(aten.matmul.default, left, right)
 
 
@@ -206,7 +193,7 @@ REWRITES: dict[str, Rewrite] = {
     "diff": diff,
     "glu": glu,
     "index": index,
-    "matmul": matmul,
+    "matmul": by_vector,
     "mm": mm,
     "mv": by_vector,
     "prelu": prelu,

@@ -17,6 +17,7 @@ from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.nodes import is_symbol_arithmetic
 from maskfx.ir.program import SideGraph
 from maskfx.ir.sources import Given
+from maskfx.ir.values import is_wrapped
 from maskfx.passes.context import NoRows, PassContext, node_value, op_name
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
 
@@ -45,7 +46,8 @@ def lift_side_graphs(graph: fx.Graph, ctx: PassContext) -> int:
             if is_main(source, dense) or source.op == "placeholder" or is_symbol_arithmetic(source):
                 continue
             lane = lane_of(source)
-            if is_weight(source) and lane is not None and lane.kind == "const":
+            kept = is_weight(source) or widens(source)
+            if kept and lane is not None and lane.kind == "const":
                 continue
             group = stepwise if source in dense else request
             if source not in group and isinstance(node_value(source), torch.Tensor):
@@ -89,6 +91,29 @@ def is_weight(node: fx.Node) -> bool:
     while op_name(node) in ("select", "unbind", "getitem"):
         node = node.args[0]  # type: ignore[assignment]
     return node.op == "get_attr"
+
+
+def widens(node: fx.Node) -> bool:
+    """Return True for a matrix that is made from narrower numbers, as of a quantized weight.
+
+    It is made in every step, as its module does: kept, it would take the memory of a weight that
+    isn't quantized.
+    """
+    if node.op != "call_function" or stage_of(node) != CONST:
+        return False
+    value = node_value(node)
+    sources, left = set[fx.Node](), [node]
+    while left:
+        now = left.pop()
+        left += [one for one in now.all_input_nodes if one not in sources]
+        sources.update(now.all_input_nodes)
+    found = [node_value(one) for one in sources if one.op == "get_attr"]
+    return isinstance(value, torch.Tensor) and any(
+        isinstance(one, torch.Tensor)
+        and one.numel() == value.numel()
+        and (one.dtype.itemsize < value.dtype.itemsize or is_wrapped(one))
+        for one in found
+    )
 
 
 def is_main(node: fx.Node, dense: set[fx.Node]) -> bool:

@@ -42,7 +42,6 @@ CASES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "difference": ("diff", lambda x: F.pad(x.diff(dim=1), (0, 0, 0, 0, 0, 1))),
     "shuffled": ("channel_shuffle", lambda x: F.channel_shuffle(x, 2)),
     "vector": ("matmul", lambda x: x * (x.permute(0, 2, 3, 1) @ SLOPES)[:, None]),
-    "matrix": ("matmul", lambda x: by_matrix(x, lambda rows: rows @ MATRIX)),
     "mm": ("mm", lambda x: by_matrix(x, lambda rows: torch.mm(rows, MATRIX))),
     "addmm": ("addmm", lambda x: by_matrix(x, lambda rows: torch.addmm(SLOPES, rows, MATRIX))),
     "picked": ("index", lambda x: x[:, [3, 1, 0, 0]]),

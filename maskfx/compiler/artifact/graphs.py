@@ -104,8 +104,12 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
         module.named_buffers(remove_duplicate=False),
     )
     found = dict(named)
-    parts = [(path, parts_of(weight)) for path, weight in found.items()]
-    return found | {path + name: part for path, own in parts for name, part in own.items()}
+    wrapped = [(path, parts_of(weight)) for path, weight in found.items() if is_wrapped(weight)]
+    return found | {
+        path + name: nn.Parameter(part, requires_grad=False)  # as graphs hold them
+        for path, parts in wrapped
+        for name, part in parts.items()
+    }
 
 
 # Writing.
