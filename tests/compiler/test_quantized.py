@@ -73,6 +73,7 @@ def test_quantized_weights_have_fingerprints() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.wrong_program  # rounding of quantized rows takes steps of 1 / 127
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
     ("config", "narrows"),
