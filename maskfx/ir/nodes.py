@@ -1,8 +1,9 @@
-"""Predicates on single nodes of a captured graph."""
+"""Predicates on nodes of a captured graph, and what they are computed from."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -22,3 +23,16 @@ def is_symbol_arithmetic(node: fx.Node) -> bool:
         and node.target is not operator.getitem
         and not isinstance(node.meta.get("val"), (torch.Tensor, list, tuple))
     )
+
+
+def ancestors(nodes: Iterable[fx.Node], sizes: bool = True) -> set[fx.Node]:
+    """Return the nodes that these depend on; without `sizes`, not through a tensor's size alone."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            if sizes or node.target is not torch.ops.aten.sym_size.int:
+                stack.extend(node.all_input_nodes)
+    return found

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from maskfx.ir.nodes import ancestors
 from maskfx.passes.context import PassContext, argument, aten, node_value, op_name
 from maskfx.passes.spelling import Speller
 
@@ -134,14 +135,7 @@ def product(spell: Speller, left: Any, right: Any) -> fx.Node | None:
 
 def from_weights(node: fx.Node) -> bool:
     """Return True if a value follows from the module's tensors, not from a call's arguments."""
-    left, seen = [node], {node}
-    while left:
-        now = left.pop()
-        if now.op == "placeholder":
-            return False
-        left += [one for one in now.all_input_nodes if one not in seen]
-        seen.update(left)
-    return True
+    return not any(one.op == "placeholder" for one in ancestors([node]))
 
 
 def index(spell: Speller, node: fx.Node) -> fx.Node | None:

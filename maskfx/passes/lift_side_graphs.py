@@ -14,7 +14,7 @@ from torch import fx
 
 from maskfx.ir.lanes import Batch, Feature, Lane, lane_of, set_lane, shape_hint
 from maskfx.ir.lazy_module import LazyModule
-from maskfx.ir.nodes import is_symbol_arithmetic
+from maskfx.ir.nodes import ancestors, is_symbol_arithmetic
 from maskfx.ir.program import SideGraph
 from maskfx.ir.sources import Given
 from maskfx.ir.values import is_wrapped
@@ -94,25 +94,23 @@ def is_weight(node: fx.Node) -> bool:
 
 
 def widens(node: fx.Node) -> bool:
-    """Return True for a matrix that is made from narrower numbers, as of a quantized weight.
+    """Return True for a matrix that is made from a quantized weight.
 
     It is made in every step, as its module does: kept, it would take the memory of a weight that
     isn't quantized.
     """
+    value = node_value(node)
     if node.op != "call_function" or stage_of(node) != CONST:
         return False
-    value = node_value(node)
-    sources, left = set[fx.Node](), [node]
-    while left:
-        now = left.pop()
-        left += [one for one in now.all_input_nodes if one not in sources]
-        sources.update(now.all_input_nodes)
-    found = [node_value(one) for one in sources if one.op == "get_attr"]
-    return isinstance(value, torch.Tensor) and any(
-        isinstance(one, torch.Tensor)
-        and one.numel() == value.numel()
-        and (one.dtype.itemsize < value.dtype.itemsize or is_wrapped(one))
-        for one in found
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return False
+    return any(one.op == "get_attr" and is_quantized(node_value(one)) for one in ancestors([node]))
+
+
+def is_quantized(value: object) -> bool:
+    """Return True for numbers of one byte, and for a package's class around its own numbers."""
+    return isinstance(value, torch.Tensor) and (
+        is_wrapped(value) or value.dtype.itemsize == 1 and value.dtype != torch.bool
     )
 
 
@@ -129,13 +127,7 @@ def is_main(node: fx.Node, dense: set[fx.Node]) -> bool:
 
 def extract(graph: fx.Graph, ctx: PassContext, outputs: list[fx.Node]) -> SideGraph:
     """Return a module that computes `outputs` from the graph's arguments."""
-    needed: set[fx.Node] = set()
-    stack = list(outputs)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
+    needed = ancestors(outputs)
     side = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     used = []

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from maskfx.compiler.capture.branches import ancestors
 from maskfx.compiler.compile import Compilation, flat_graph
 from maskfx.config import Settings
 from maskfx.ir.lanes import grid_level, module_path
+from maskfx.ir.nodes import ancestors
 from maskfx.ir.program import Program, SideGraph
 from maskfx.runtime.batch import flops
 from maskfx.runtime.batch.flops import RowSet

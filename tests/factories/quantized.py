@@ -45,7 +45,7 @@ class EightBits(Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[override]
         if function in COPIES:
             return cls(function(args[0].integers), function(args[0].scales))
-        raise NotImplementedError(f"EightBits: {function}")
+        return NotImplemented  # PyTorch names the operator
 
 
 def product(rows: Tensor, weight: EightBits, bias: Tensor | None = None) -> Tensor:

@@ -39,7 +39,7 @@ def test_code_is_written_at_the_first_call() -> None:
 def test_fx_gets_the_code_that_it_asks_for() -> None:
     """Inductor's cache on disk makes its key from it."""
     module = LazyModule(*doubled())
-    assert "aten" in str(module._real_recompile().src) + str(module._real_recompile().globals)
+    assert "linear" in module._real_recompile().src
     assert is_written(module)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from maskfx.compiler.capture.light_run import LightProducts, light_twin
 from maskfx.compiler.capture.roles import Argument, observed_sizes
 from maskfx.errors import CaptureError
 from maskfx.ir.lazy_module import LazyModule
+from maskfx.ir.nodes import ancestors
 from maskfx.ir.values import copy_of, made_object, open_dataclasses
 
 
@@ -250,17 +251,4 @@ def split_off(module: fx.GraphModule, answers: list[bool], steps: Sequence[bool]
     codegen.pytree_info = info._replace(out_spec=info.out_spec.children()[0])
     graph.eliminate_dead_code()
     module.recompile()
-    return found
-
-
-def ancestors(nodes: Iterable[fx.Node], sizes: bool = True) -> set[fx.Node]:
-    """Return the nodes that these depend on; without `sizes`, not through a tensor's size alone."""
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            if sizes or node.target is not torch.ops.aten.sym_size.int:
-                stack.extend(node.all_input_nodes)
     return found
