@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from maskfx.export.exporter import export
 RATIOS = (0.05, 0.11, 0.2, 0.35, 1.0)
 FORMATS = ("onnx", "aoti")
 SMALL: dict[str, Any] = {"num_layers": 1, "num_single_layers": 2}
+FULL_WIDTH = replace(shapes.FLUX, title="Flux at full width", size=shapes.Size(32, 32, 512))
 
 
 class Bed:
@@ -89,17 +91,21 @@ def first_tensor(output: Any) -> Tensor:
     return output
 
 
+def choose(name: str, quick: bool) -> shapes.Shape:
+    """A shape of the benches, or Flux at full width, which `--small` makes short enough."""
+    return FULL_WIDTH if name == FULL_WIDTH.name else shapes.choose(name, quick)
+
+
 def small(shape: shapes.Shape) -> shapes.Shape:
     """The shape with few layers, so that all exports take minutes at most."""
     fewer = {name: n for name, n in SMALL.items() if name in shape.config}
     changed = ", ".join(f"{name} {n}" for name, n in fewer.items())
-    values = {
-        **vars(shape),
-        "config": {**shape.config, **fewer},
-        "name": f"{shape.name}-small",
-        "title": f"{shape.title}; with fewer layers: {changed}",
-    }
-    return shapes.Shape(**values)
+    return replace(
+        shape,
+        config={**shape.config, **fewer},
+        name=f"{shape.name}-small",
+        title=f"{shape.title}; with fewer layers: {changed}",
+    )
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -127,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", default="c", choices=sorted(shapes.SHAPES))
+    parser.add_argument("--shape", default="c", choices=[*shapes.SHAPES, FULL_WIDTH.name])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--small", action="store_true", help="few layers: minutes, not an hour")
@@ -135,7 +141,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=harness.ROOT / "bench" / "results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    shape = shapes.choose(options.shape, options.quick)
+    shape = choose(options.shape, options.quick)
     shape = small(shape) if options.small else shape
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         bed = Bed(shape, Path(folder))

@@ -17,6 +17,7 @@ from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.engine.turns import Turns
 from maskfx.pipelines.alterations import alters_modules
 from maskfx.pipelines.compile import KEPT, pipeline_state_of
+from maskfx.pipelines.guiders import is_guider
 from maskfx.pipelines.pipeline import is_inner
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.schedule import is_scheduler
@@ -80,7 +81,7 @@ class OwnPipelines:
 
 
 def copy_over(pipe: T, tokenizing: threading.RLock, copied: dict[int, object] | None = None) -> T:
-    """Return a copy over the same modules, with schedulers and processors of its own.
+    """Return a copy over the same modules, with schedulers, guiders and processors of its own.
 
     Pipelines that it runs are copied too.
 
@@ -93,7 +94,7 @@ def copy_over(pipe: T, tokenizing: threading.RLock, copied: dict[int, object] | 
     own = copied[id(pipe)] = object.__new__(type(pipe))
     own.__dict__.update(pipe.__dict__)
     for name, part in pipe.__dict__.items():
-        if is_scheduler(part):
+        if is_scheduler(part) or is_guider(part):
             own.__dict__[name] = copy.deepcopy(part, copied)
         elif is_inner(part):
             known = copied.get(id(part))

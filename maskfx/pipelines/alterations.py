@@ -15,15 +15,24 @@ from typing import Any
 
 from torch.nn import Module
 
-from maskfx.pipelines.pipeline import nested_pipelines
+from maskfx.pipelines.guiders import hooks_models
+from maskfx.pipelines.modular import blocks_within
+from maskfx.pipelines.pipeline import attributes_of, nested_pipelines
 
 SETTERS = frozenset({"set_attn_processor", "set_processor", "enable_fuser"})
 ATTRIBUTES = frozenset({"processor", "attn_processor"})
 
 
 def alters_modules(pipe: object) -> bool:
-    """Return True if a call of a pipeline, or of one that it runs, sets attention processors."""
-    kinds: list[object] = [type(one) for one in nested_pipelines(pipe)]
+    """Return True if a call of a pipeline, or of one that it runs, sets attention processors.
+
+    Also for a modular pipeline whose guidance puts hooks on its denoiser for one of the branches.
+    """
+    several = nested_pipelines(pipe)
+    if any(hooks_models(part) for one in several for part in attributes_of(one).values()):
+        return True
+    kinds: list[object] = [type(one) for one in several]
+    kinds += [type(block) for one in several for block in blocks_within(one)]
     return any(call_alters(getattr(kind, "maskfx_original", kind)) for kind in kinds)
 
 

@@ -25,6 +25,7 @@ from maskfx.pipelines.late_rows import LateRows
 from maskfx.pipelines.lora import CallAdapters, applied
 from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.masks import is_picture, like_mask
+from maskfx.pipelines.modular import errors_hidden, with_state
 from maskfx.pipelines.outputs import as_list, force_images
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.probe import (
@@ -88,6 +89,7 @@ class PipelineCall:
         options = options or CallOptions()
         arguments = bind_arguments(state.call, (pipe, *args), given)
         arguments.pop("self", None)
+        arguments = with_state(arguments, state.parameters)
         state.follow_settings()
         quality = state.quality if options.quality is None else Quality.of(options.quality)
         adapters = CallAdapters.of(resolved(options.lora, state.adapters, state.base))
@@ -246,7 +248,7 @@ class PipelineCall:
             arguments["generator"] = seeded_noise("probe")
         recorder = InputRecorder(state.denoisers, state.execute)
         run = PipelineRun(self.pipe, state.denoisers, FirstStepHandler(), recorder)
-        with suppress(ProbeFinished):
+        with suppress(ProbeFinished), errors_hidden():
             self._run(run, {**arguments, **changed})
         return recorder.inputs
 

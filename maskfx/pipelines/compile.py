@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from maskfx.config import Settings
-from maskfx.errors import InputError
+from maskfx.errors import EngineError, InputError
 from maskfx.ir import progress
 from maskfx.pipelines.autoencoder import find_methods, method_of, same_method
 from maskfx.pipelines.call import PipelineCall, template_name
@@ -25,6 +25,7 @@ from maskfx.pipelines.check_settings import check_budget, check_costs
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.interception import bars_disabled
 from maskfx.pipelines.late_lora import Loras
+from maskfx.pipelines.modular import blocks_of, call_of_blocks, hide_errors
 from maskfx.pipelines.passed_on import call_of_class
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
@@ -39,7 +40,12 @@ from maskfx.pipelines.state import (
     PipelineState,
     Template,
 )
-from maskfx.pipelines.template_library import StoredTemplate, TemplateLibrary
+from maskfx.pipelines.template_library import (
+    ScheduleMismatch,
+    StoredTemplate,
+    TemplateIncomplete,
+    TemplateLibrary,
+)
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.tiers import Tiers
@@ -241,6 +247,11 @@ def compile_pipeline(
         )
     modules = find_denoisers(pipe.components)
     absent = [] if modules else absent_denoisers(pipe)
+    if absent and blocks_of(pipe) is not None:
+        raise InputError(
+            f"compile({type(pipe).__name__}): {' and '.join(absent)} isn't loaded; call "
+            "pipe.load_components() or pipe.update_components(...) first"
+        )
     if absent:
         log.info("%s: %s; it runs as it is", type(pipe).__name__, nothing_without(absent))
     elif not modules:
@@ -271,6 +282,9 @@ def compile_pipeline(
     library = TemplateLibrary(tiers, share, keep, budget, usual.selection)
     original = getattr(type(pipe), "maskfx_original", type(pipe))
     call = call_of_class(original)
+    if blocks_of(pipe) is not None:
+        call = call_of_blocks(pipe, call)
+        hide_errors((TemplateIncomplete, ScheduleMismatch, EngineError))
     state = PipelineState(call, denoisers, library, usual, execute, coders)
     if adapters is not None:
         state.adapters = lambda: adapters
@@ -344,7 +358,8 @@ def pipeline_state_of(pipe: object) -> PipelineState:
 def template(pipe: Pipeline, *args: object, lora: Loras = None, **given: object) -> Template:
     """Record the template of a call and pin it in memory, before the first edit needs it."""
     state = pipeline_state_of(pipe)
-    if "image" in state.parameters and not any("prompt" in name for name in given):
+    takes = {"image", "prompt"} <= set(state.parameters)
+    if takes and not any("prompt" in name for name in given):
         given["prompt"] = ""
     with progress.hidden(bars_disabled(pipe)):
         options = CallOptions(lora=lora)

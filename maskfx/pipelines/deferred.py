@@ -57,19 +57,28 @@ class Ledger:
     wait: Callable[[ValueSource], None] = lambda source: None  # for a call that runs elsewhere
     calls: list[Any] = field(default_factory=list)
     derived: list[DeferredOperation] = field(default_factory=list)
+    _keys: tuple[Any, Any] = field(default_factory=lambda: dispatch_keys())
 
     def settle(self) -> None:
         """Run all pending calls, then the operations on their results.
 
-        Results that don't come with this step are left, and so are operations on them.
+        Results that don't come with this step are left, and so are operations on them. The calls
+        run as outside of the operation that needs their results: within it, PyTorch leaves out
+        what an export is traced by.
         """
         calls, self.calls = self.calls, []
         derived, self.derived = self.derived, []
         if calls:
-            self.resolve(calls)
+            with torch._C._ForceDispatchKeyGuard(*self._keys):
+                self.resolve(calls)
         for operation in derived:
             if operation.ready():
                 operation.compute()
+
+
+def dispatch_keys() -> tuple[Any, Any]:
+    """Return what PyTorch includes and leaves out now when it dispatches an operation."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 class Deferred(Tensor):

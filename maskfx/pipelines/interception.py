@@ -14,6 +14,7 @@ from typing import Any
 
 from maskfx.ir import progress
 from maskfx.pipelines.deferred import force_all
+from maskfx.pipelines.modular import BLOCKS, blocks_of, loops_of, observed_blocks
 from maskfx.pipelines.pipeline import nested_pipelines
 from maskfx.pipelines.run import PipelineRun
 from maskfx.pipelines.schedule import schedulers_of
@@ -38,10 +39,13 @@ def watched(run: PipelineRun) -> Iterator[None]:
                 owner.__dict__[name] = old
 
 
-def watched_methods(run: PipelineRun) -> Iterator[tuple[object, str, Callable[..., Any]]]:
-    """Yield owner, name and wrapper of each method that the run observes."""
+def watched_methods(run: PipelineRun) -> Iterator[tuple[object, str, object]]:
+    """Yield owner, name and wrapper of each method that the run observes, or of the blocks."""
     for pipe in nested_pipelines(run.pipe):
-        if hasattr(pipe, "prepare_latents"):
+        blocks = blocks_of(pipe)
+        if blocks is not None:
+            yield pipe, BLOCKS, observed_blocks(blocks, run.prepare, own_bar(run))
+        elif hasattr(pipe, "prepare_latents"):
             yield pipe, "prepare_latents", watch_latents(pipe.prepare_latents, run)
         processor: object = getattr(pipe, "mask_processor", None)
         if hasattr(processor, "get_crop_region"):
@@ -55,19 +59,24 @@ def titled_bar(run: PipelineRun) -> Iterator[tuple[object, str, dict[str, object
 
     A bar with a title is drawn where maskfx draws its own.
     """
-    if run.handler.title is None:
-        return
+    own = own_bar(run)
     for pipe in nested_pipelines(run.pipe):
-        if hasattr(pipe, "progress_bar"):
-            hide = not run.handler.title or bars_disabled(run.pipe) or not progress.shows()
-            own = {"desc": run.handler.title, "leave": False, "disable": hide}
+        if own is not None and hasattr(pipe, "progress_bar"):
             yield pipe, BAR, {**getattr(pipe, BAR, {}), **own}
+
+
+def own_bar(run: PipelineRun) -> dict[str, object] | None:
+    """Return settings of the progress bars for the handler's title; None without a title."""
+    if run.handler.title is None:
+        return None
+    hide = not run.handler.title or bars_disabled(run.pipe) or not progress.shows()
+    return {"desc": run.handler.title, "leave": False, "disable": hide}
 
 
 def bars_disabled(pipe: object) -> bool:
     """Return True after `pipe.set_progress_bar_config(disable=True)`."""
-    config = getattr(pipe, BAR, None)
-    return isinstance(config, dict) and bool(config.get("disable"))
+    configs = [getattr(part, BAR, None) for part in (pipe, *loops_of(pipe))]
+    return any(isinstance(config, dict) and bool(config.get("disable")) for config in configs)
 
 
 def watch_latents(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:

@@ -63,3 +63,12 @@ def nested_pipelines(pipe: object) -> list[object]:
                 found[id(part)] = part
                 ahead.append(part)
     return list(found.values())
+
+
+def config_of(part: object) -> dict[str, object]:
+    """Return a component's config without names that begin with _.
+
+    Those are bookkeeping of diffusers, in a random order.
+    """
+    config = getattr(part, "config", {})
+    return {k: v for k, v in dict(config).items() if not k.startswith("_")}

@@ -13,6 +13,7 @@ from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall, TemplateKey, template_name
 from maskfx.pipelines.call_handler import RecordHandler
 from maskfx.pipelines.masks import empty_mask, is_picture
+from maskfx.pipelines.modular import errors_hidden
 from maskfx.pipelines.outputs import as_list, images_of, set_template, single_pictures
 from maskfx.pipelines.state import Template
 from maskfx.pipelines.template_key import TEMPLATE, count_pictures, digest, seeded_noise
@@ -201,7 +202,7 @@ def run_whole_recording(call: PipelineCall, key: TemplateKey, **changed: object)
     state = call.state
     title = "recording of the template"
     handler = RecordHandler(state.library, key.name, key.selection, title, state.codes)
-    with progress.work("recording", title):
+    with progress.work("recording", title), errors_hidden():
         call.as_recorded().with_arguments(key.arguments).run(handler, **changed)
         if vars(call.pipe).get("_interrupt"):  # the steps after that are missing
             raise RecordingInterrupted(

@@ -51,7 +51,7 @@ from maskfx.pipelines.lora import CallAdapters, suspended
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.pipeline import StepOutput
 from maskfx.pipelines.schedule import RunSchedule, latents_of, with_latents
-from maskfx.pipelines.stand_in import is_hooked
+from maskfx.pipelines.stand_in import Hooks
 from maskfx.pipelines.waiting import Wait, wait_uninterrupted
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
@@ -63,6 +63,10 @@ from maskfx.runtime.step_kinds import StepKind
 
 Execute = Callable[[list["DenoiserCall"]], None]
 Shapes = dict[tuple[str, ShapeKey], object]  # denoiser and inputs -> shapes of the result
+
+
+# what puts hooks on parts of a denoiser
+WHOSE_HOOKS = "offloading, caching, or guidance that skips layers"
 
 
 @dataclass(eq=False)
@@ -185,7 +189,7 @@ class PipelineRun:
     _counts: Counter[str] = field(default_factory=Counter)
     _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
     _times: frozenset[float] = frozenset()
-    _hooked: dict[int, bool] = field(default_factory=dict)
+    _hooks: dict[str, Hooks] = field(default_factory=dict)  # of each denoiser's parts
     _masks: MaskCache = field(default_factory=MaskCache)  # a run's steps share a few masks
     _constants: dict[tuple[str, str], Constants] = field(default_factory=dict)  # by name and branch
     _acting: dict[tuple[str, str], Updates] = field(default_factory=dict)  # by name and branch
@@ -202,10 +206,10 @@ class PipelineRun:
         name = self._names.get(id(module))
         if name is None:
             return False
-        if id(module) not in self._hooked:
-            self._hooked[id(module)] = is_hooked(module)
-        if self._hooked[id(module)]:
-            self.note(f"{name}: hooks act on it or its parts (offloading?); it runs dense")
+        if name not in self._hooks:
+            self._hooks[name] = Hooks(module)
+        if self._hooks[name].act():
+            self.note(f"{name}: hooks act on it or its parts ({WHOSE_HOOKS}); it runs dense")
             return False
         if self.follow is not None and name not in self.settings:
             self.settings[name] = self.follow(name)

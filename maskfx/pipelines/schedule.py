@@ -14,8 +14,14 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from maskfx.pipelines.pipeline import Scheduler, StepOutput, attributes_of, nested_pipelines
-from maskfx.pipelines.template_key import config_of, digest
+from maskfx.pipelines.pipeline import (
+    Scheduler,
+    StepOutput,
+    attributes_of,
+    config_of,
+    nested_pipelines,
+)
+from maskfx.pipelines.template_key import digest
 
 CLOSE = 1e-4  # times that differ by less, relative to the larger, are the same
 

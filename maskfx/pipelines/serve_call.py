@@ -16,6 +16,7 @@ from maskfx.pipelines.call import PipelineCall
 from maskfx.pipelines.call_handler import DenseHandler, SelectedStepsHandler
 from maskfx.pipelines.edit_handler import EditHandler, InterruptedHandler
 from maskfx.pipelines.masks import overlay, pixel_masks
+from maskfx.pipelines.modular import asked_for
 from maskfx.pipelines.outputs import as_list, set_template, with_images
 from maskfx.pipelines.patch_handler import PatchHandler, PatchSessions
 from maskfx.pipelines.recording import RecordingInterrupted, find_template, record_result
@@ -32,7 +33,7 @@ CHANCES = 3  # attempts at an edit whose template loses entries during the run
 def serve_call(call: PipelineCall) -> Any:
     """Run a call and return the pipeline's result."""
     with call.with_files() as running:
-        return run_call(running)
+        return asked_for(run_call(running), call.arguments)
 
 
 def run_call(call: PipelineCall) -> object:

@@ -21,6 +21,8 @@ from typing import Any, Protocol, get_args, get_type_hints
 import torch
 from torch import nn
 
+from maskfx.ir.part_hooks import ACCELERATE, DIFFUSERS, acts
+from maskfx.pipelines.modular import absent_parts
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.runtime.offload import whole_hook
 
@@ -90,7 +92,10 @@ def find_denoisers(components: Mapping[str, object]) -> dict[str, nn.Module]:
 
 
 def absent_denoisers(pipe: Pipeline) -> list[str]:
-    """Return names of components that are None but declared as denoisers by the class."""
+    """Return names of components that are None but declared as denoisers by class or blocks."""
+    unloaded = [name for name, kind in absent_parts(pipe) if is_denoiser(kind)]
+    if unloaded:
+        return unloaded
     factory: Callable[..., None] = type(pipe).__init__
     try:
         declared = get_type_hints(factory)
@@ -120,18 +125,29 @@ def is_denoiser(module: nn.Module | type[nn.Module]) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return True if hooks run before or after its parts: offloading, casting, block caching.
+    """Return True if hooks run before or after its parts: offloading, block caching.
 
     Such a module must run as a whole, at the time it is called. A hook that only moves the whole
-    module to its device doesn't count. PyTorch's hooks on parts are part of what is captured, those
-    on the module itself act when the pipeline calls it.
+    module to its device doesn't count, nor do those that widen weights. PyTorch's hooks on parts
+    are part of what is captured, those on the module itself act when the pipeline calls it.
     """
-    return any(
-        hasattr(part, "_hf_hook")
-        and (part is not module or whole_hook(part) is None)
-        or getattr(getattr(part, "_diffusers_hook", None), "hooks", None)
-        for part in module.modules()
-    )
+    return Hooks(module).act()
+
+
+class Hooks:
+    """The hooks of a module's parts, for questions at each call: guidance may add some for one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._parts = [(part, vars(part)) for part in module.modules()]
+
+    def act(self) -> bool:
+        """Return True if `is_hooked` now."""
+        return any(
+            acts(part) and (part is not self.module or whole_hook(part) is None)
+            for part, own in self._parts
+            if ACCELERATE in own or DIFFUSERS in own
+        )
 
 
 @dataclass

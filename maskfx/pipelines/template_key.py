@@ -24,12 +24,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 from maskfx.errors import SignatureError
+from maskfx.pipelines.guiders import is_guider, settings_of
 from maskfx.pipelines.masks import like_mask
+from maskfx.pipelines.pipeline import config_of
 from maskfx.pipelines.stand_in import named_arguments
 from maskfx.runtime.weights import Weights
 
 # Arguments that change nothing outside the mask: by name, or by part of a name.
-FREE = ("generator", "latents", "output_type", "return_dict")
+FREE = ("generator", "latents", "output", "output_type", "return_dict", "state")
 FREE_PARTS = ("prompt", "callback")
 GUIDANCE = ("guidance", "cfg")
 PROMPT_IMAGES = ("ip_adapter_image", "example_image")  # images that act as a prompt
@@ -267,7 +269,7 @@ def content_of(value: object) -> bytes:
 
 
 class PipelineFingerprint:
-    """Digests a pipeline except its denoisers' weights: scheduler, encoders, settings."""
+    """Digests a pipeline except its denoisers' weights: scheduler, guider, encoders, settings."""
 
     def __init__(self) -> None:
         self._watched: dict[int, Weights] = {}
@@ -288,6 +290,8 @@ class PipelineFingerprint:
                     parts.append([name, type(part).__name__, self._weights(part)])
             elif hasattr(part, "config") and hasattr(part, "step"):
                 parts.append([name, type(part).__name__, digest(config_of(part))])
+            elif is_guider(part):
+                parts.append([name, type(part).__name__, digest(settings_of(part))])
         parts.extend([name, now] for name, now in sorted(settings.items()))
         return digest(parts)
 
@@ -299,12 +303,3 @@ class PipelineFingerprint:
             watch.forget()
         watch.change()
         return watch.fingerprint()
-
-
-def config_of(part: object) -> dict[str, object]:
-    """Return a component's config without names that begin with _.
-
-    Those are bookkeeping of diffusers, in a random order.
-    """
-    config = getattr(part, "config", {})
-    return {k: v for k, v in dict(config).items() if not k.startswith("_")}

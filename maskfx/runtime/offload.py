@@ -1,7 +1,8 @@
 """Offloaded modules: moves them from the host to their device with their accelerate hook.
 
 diffusers' `enable_model_cpu_offload` gives each module one hook of accelerate's, which moves the
-whole module before its forward and sends another one back. Hooks on parts of a module (sequential
+whole module before its forward and sends another one back. So does `enable_auto_cpu_offload` of a
+components manager, with a hook of its own. Hooks on parts of a module (sequential
 and group offloading) act in the middle of its forward; such a module runs as a whole.
 """
 
@@ -15,12 +16,19 @@ from torch import nn
 
 from maskfx.runtime.devices import CPU
 
+# modules and classes of hooks that move a whole module; imported wherever such hooks exist
+WHOLE = (
+    ("accelerate.hooks", "CpuOffload"),
+    ("diffusers.modular_pipelines.components_manager", "CustomOffloadHook"),
+)
+
 
 def whole_hook(module: nn.Module) -> Any:
     """Return the hook that moves the whole module to its device, or None."""
     hook = getattr(module, "_hf_hook", None)
-    hooks = sys.modules.get("accelerate.hooks")  # imported wherever such hooks exist
-    return hook if hooks is not None and isinstance(hook, hooks.CpuOffload) else None
+    places = [(sys.modules.get(where), name) for where, name in WHOLE]
+    kinds = tuple(getattr(place, name) for place, name in places if hasattr(place, name))
+    return hook if isinstance(hook, kinds) else None
 
 
 def bring(module: nn.Module) -> None:

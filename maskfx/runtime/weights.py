@@ -1,7 +1,8 @@
 """Weights: detects that a module's weights changed since it was captured.
 
 In-place changes show in a tensor's version, replaced or cast parameters in their identity, dtype
-and address. A change through `.data` shows in none of them: pipelines compare three numbers of
+and address; those that the module's own run widens and narrows again lie elsewhere afterwards. A
+change through `.data` shows in none of them: pipelines compare three numbers of
 every tensor before each run, and after changes of other numbers `CompiledDenoiser.refresh()` is to
 be called.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -19,6 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from maskfx.ir.part_hooks import widened_type
 from maskfx.ir.values import parts_of
 from maskfx.runtime.offload import whole_hook
 
@@ -49,13 +51,16 @@ class Contents:
 
     Args:
         tables: A dictionary of each layer: its parts, its parameters or its buffers.
+        cast: Ids of tensors that a run of the module widens and narrows again, which moves them.
     """
 
-    def __init__(self, tables: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, tables: Sequence[dict[str, Any]], cast: Collection[int] = ()) -> None:
         self._tables = tables
         self.values = self.now()
         self.tensors = [value for value in self.values if isinstance(value, Tensor)]
-        self._addresses = self._places()
+        self.still = [value for value in self.tensors if id(value) not in cast]
+        self._cast = [value for value in self.tensors if id(value) in cast]
+        self._addresses, self._cast_addresses = addresses(self.still), addresses(self._cast)
 
     @property
     def same_objects(self) -> bool:
@@ -65,15 +70,21 @@ class Contents:
 
     @property
     def same(self) -> bool:
-        """Whether the objects are the same, and tensors lie where they lay."""
-        return self.same_objects and self._places() == self._addresses
+        """Whether the objects are the same, and tensors lie where they lay; not so those cast."""
+        return self.same_objects and addresses(self.still) == self._addresses
+
+    @property
+    def cast(self) -> bool:
+        """Whether tensors were widened and narrowed again."""
+        return addresses(self._cast) != self._cast_addresses
 
     def now(self) -> list[Any]:
         """Return the objects that the layers hold now."""
         return list(chain.from_iterable(map(dict.values, self._tables)))
 
-    def _places(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self.tensors))
+
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
 
 
 class Weights:
@@ -94,6 +105,9 @@ class Weights:
         self._parts = [layer._modules for layer in layers]
         self._tables = [layer._parameters for layer in layers]
         self._buffer_tables = [layer._buffers for layer in layers]
+        cast = [layer for layer in layers if widened_type(layer) is not None]
+        tables = [held for layer in cast for held in (layer._parameters, layer._buffers)]
+        self._cast = {id(value) for held in tables for value in held.values()}
         self._print: str | None = None
         self._samples: list[list[Tensor]] | None = None  # views of a few numbers of each tensor
         self._sampled: list[bytes] | None = None  # these numbers before the last run
@@ -108,11 +122,15 @@ class Weights:
                 self._remember()
                 return WeightChange.MOVED
             change = WeightChange.TENSORS
+        elif self._count() != self._version:
+            change = WeightChange.VALUES
+        elif self._parameters.cast or self._buffers.cast:
+            self._remember(False)
+            return WeightChange.MOVED
         else:
-            change = WeightChange.NONE if self._count() == self._version else WeightChange.VALUES
-        if change is not WeightChange.NONE:
-            self._remember(change is WeightChange.TENSORS)
-            self._print = None
+            return WeightChange.NONE
+        self._remember(change is WeightChange.TENSORS)
+        self._print = None
         return change
 
     def _moved(self) -> bool:
@@ -145,7 +163,7 @@ class Weights:
         if not self._same:
             self._samples = self._sampled = None
             return False
-        samples = self._samples or samples_of(self._tensors)
+        samples = self._samples or samples_of([*self._parameters.still, *self._buffers.still])
         now = [as_bytes(torch.stack(few).view(torch.uint8)) for few in samples]
         before, self._sampled, self._samples = self._sampled, now, samples
         return before not in (None, now)
@@ -165,8 +183,9 @@ class Weights:
     def _remember(self, other_tensors: bool = True) -> None:
         if other_tensors:
             self._samples = self._sampled = None
-        self._layers, self._parameters = Contents(self._parts), Contents(self._tables)
-        self._buffers = Contents(self._buffer_tables)
+        self._layers = Contents(self._parts)
+        self._parameters = Contents(self._tables, self._cast)
+        self._buffers = Contents(self._buffer_tables, self._cast)
         self._seen_places = self._places()
         self._versioned = [value for value in self._tensors if not value.is_inference()]
         self._version = self._count()

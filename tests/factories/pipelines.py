@@ -58,6 +58,17 @@ class Kind:
     side: int = SIDE  # of the picture
     output: str = "latent"  # the output type that is compared
 
+    @property
+    def modular(self) -> bool:
+        return "ModularPipeline" in self.name
+
+    @property
+    def compared(self) -> Arguments:
+        """Arguments of a call that returns what is compared, first or alone."""
+        if self.modular:
+            return {"output_type": "pil", "output": "latents"}
+        return {"output_type": self.output, "return_dict": False}
+
 
 PIPES: dict[str, Kind] = {}
 
@@ -614,8 +625,16 @@ def anew(name: str, *, compiled_pipe: Any = None, **changed: Any) -> Any:
 
 def latents(pipe: Any, **arguments: Any) -> Tensor:
     """What a call ends with."""
+    if hasattr(pipe, "blocks"):
+        ended: Tensor = pipe(**arguments, output_type="pil", output="latents")
+        return ended
     found: Tensor = pipe(**arguments, output_type="latent", return_dict=False)[0]
     return found
+
+
+def first(result: Any) -> Any:
+    """The first value of a call's result, or the only one."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 class Steps:

@@ -44,6 +44,24 @@ def context() -> Desk:
     return Desk()
 
 
+class Exporting(Desk):
+    """A ledger whose calls are exported when they are resolved."""
+
+    def resolve(self, calls: list[Call]) -> None:
+        super().resolve(calls)
+        with torch.no_grad():
+            program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(3, 2),), strict=False)
+        self.exported = [node.op for node in program.graph.nodes]
+
+
+def test_a_call_may_be_exported_within_the_operation_that_needs_it() -> None:
+    desk = Exporting()
+    with torch.no_grad():
+        value = desk.defer(torch.ones(2, 2))
+        assert float(torch.norm(value)) == 2.0
+    assert "call_function" in desk.exported
+
+
 def test_shapes_are_known_before_numbers(context: Desk) -> None:
     value = context.defer(torch.randn(2, 4, 8, 8))
     assert isinstance(value, Deferred)

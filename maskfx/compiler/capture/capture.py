@@ -32,6 +32,7 @@ from maskfx.compiler.capture.whole import WholeModules
 from maskfx.ir import progress
 from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, int_hint, set_lane
 from maskfx.ir.other_sizes import Base, SizeExpr, other_bases
+from maskfx.ir.part_hooks import acts_within
 from maskfx.ir.pyramid import Level, Pyramid
 
 if TYPE_CHECKING:
@@ -80,6 +81,9 @@ def capture(
         notes.append(f"{listed} samples in a list: a capture is of one sample")
     if not attempt:
         notes.append('mode="dense" leaves the module as it is')
+    elif acts_within(module):
+        notes.append("hooks act on its parts in the middle of a call: offloading or caching")
+        attempt = False
     one = one or single
     tries = candidates(call.sizes, leaves, one, fixed) if listed < 2 and attempt else iter(())
     attempts = islice(tries, SINGLE_ATTEMPTS) if one else tries

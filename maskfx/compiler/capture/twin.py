@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from maskfx.ir.part_hooks import DIFFUSERS, run_widened, widened_type
+
 CONTAINERS = (dict, OrderedDict, list, set)  # of these types; configurations are of others
 SHARED = (Tensor, type, ModuleType, dict, list, set)
+CASTS = (DIFFUSERS, "forward")  # attributes of a part whose weights are widened while it runs
 T = TypeVar("T")
 STANDIN = "maskfx_standin"  # of a function in place of a method, with the method as `original`
 
@@ -89,7 +93,12 @@ class Twin:
     def _object(self, value: object, made: T) -> T:
         self._note(value, made)
         vars(made).clear()
-        vars(made).update((name, self._copy(item)) for name, item in vars(value).items())
+        held = vars(value)
+        kind = widened_type(value) if isinstance(value, nn.Module) else None
+        if kind is not None:
+            held = {name: item for name, item in held.items() if name not in CASTS}
+            vars(made)["forward"] = partial(run_widened, made, kind)
+        vars(made).update((name, self._copy(item)) for name, item in held.items())
         return made
 
     def _note(self, value: object, made: T) -> T:
