@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 ACCELERATE, DIFFUSERS = "_hf_hook", "_diffusers_hook"  # attributes of a part with hooks
-CASTING = "diffusers.hooks.layerwise_casting"  # imported wherever such hooks exist
-CASTING_HOOKS = ("LayerwiseCastingHook", "PeftInputAutocastDisableHook")
+# the module and class of hooks that cast; imported wherever such hooks exist
+CASTING, CASTING_HOOK = "diffusers.hooks.layerwise_casting", "LayerwiseCastingHook"
 
 
 def hooks_of(part: nn.Module) -> Mapping[str, object]:
@@ -27,9 +27,8 @@ def hooks_of(part: nn.Module) -> Mapping[str, object]:
 
 def only_casts(part: nn.Module) -> bool:
     """Return True for a part whose hooks do no more than widen its weights."""
-    casting = sys.modules.get(CASTING)
-    kinds = tuple(getattr(casting, name) for name in CASTING_HOOKS if hasattr(casting, name))
-    return all(isinstance(hook, kinds) for hook in hooks_of(part).values())
+    kind = getattr(sys.modules.get(CASTING), CASTING_HOOK, ())
+    return all(isinstance(hook, kind) for hook in hooks_of(part).values())
 
 
 def widened_type(part: nn.Module) -> torch.dtype | None:
@@ -50,18 +49,21 @@ def acts_within(module: nn.Module) -> bool:
     return any(acts(part) for part in module.modules() if part is not module)
 
 
-def run_widened(part: Any, kind: torch.dtype, *args: object, **kwargs: object) -> object:
-    """Run a part with its floating-point weights in another type."""
-    own: dict[str, Any] = vars(part)
-    held = {name: getattr(part, name) for name in (*part._parameters, *part._buffers)}
-    wide = {
-        name: value.to(kind)
-        for name, value in held.items()
-        if value is not None and value.is_floating_point()
-    }
-    own.update(wide)  # found before parameters and buffers of the same name
+def run_widened(part: Any, kind: torch.dtype, *args: Any, **kwargs: Any) -> object:
+    """Run a part with its floating-point weights, and those inside it, in another type."""
+    wide = [(vars(layer), widened(layer, kind)) for layer in part.modules()]
+    for own, values in wide:
+        own.update(values)  # found before parameters and buffers of the same name
     try:
         return type(part).forward(part, *args, **kwargs)
     finally:
-        for name in wide:
-            del own[name]
+        for own, values in wide:
+            for name in values:
+                own.pop(name, None)
+
+
+def widened(layer: nn.Module, kind: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return a layer's own floating-point parameters and buffers in another type, by name."""
+    held = {name: getattr(layer, name) for name in (*layer._parameters, *layer._buffers)}
+    plain = {n: v for n, v in held.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    return {name: value.to(kind) for name, value in plain.items()}

@@ -106,7 +106,8 @@ class Weights:
         self._tables = [layer._parameters for layer in layers]
         self._buffer_tables = [layer._buffers for layer in layers]
         cast = [layer for layer in layers if widened_type(layer) is not None]
-        tables = [held for layer in cast for held in (layer._parameters, layer._buffers)]
+        inner = [layer for part in cast for layer in part.modules()]
+        tables = [held for layer in inner for held in (layer._parameters, layer._buffers)]
         self._cast = {id(value) for held in tables for value in held.values()}
         self._print: str | None = None
         self._samples: list[list[Tensor]] | None = None  # views of a few numbers of each tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 import maskfx
 from maskfx.compiler.capture.capture import capture
-from maskfx.compiler.capture.twin import Twin
+from maskfx.compiler.capture.twin import NoTwin, Twin
 from maskfx.ir.part_hooks import acts_within, widened_type
 from maskfx.pipelines.stand_in import is_hooked
 from maskfx.runtime import program_cache
@@ -50,6 +51,29 @@ def test_a_twin_widens_its_weights_and_leaves_the_module_alone() -> None:
     assert torch.equal(exported.module()(x), wanted)
     assert {type(p) for p in module.parameters()} == {nn.Parameter}
     assert [p.dtype for p in module.parameters()].count(NARROW) == 4
+
+
+def test_a_module_may_be_cast_as_one() -> None:
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    whole: Any = apply_layerwise_casting
+    whole(module, NARROW, torch.float32, skip_modules_pattern=None)
+    x, weights = torch.randn(3, 8), Weights(module)
+    held = [p.data for p in module.parameters()]
+    wanted = module(x)
+    assert {p.dtype for p in module.parameters()} == {NARROW}
+    assert torch.equal(Twin(module).module(x), wanted)
+    assert weights.change() is WeightChange.MOVED
+    assert held
+
+
+def test_a_twin_refuses_partial_functions_of_a_part() -> None:
+    module: Any = nn.Sequential(nn.Linear(8, 16))
+    module[0].forward = partial(nn.Linear.forward, module[0])
+    with pytest.raises(NoTwin, match="partial function runs the Linear itself"):
+        Twin(module)
+    module[0].forward = partial(torch.nn.functional.relu, inplace=False)
+    assert torch.equal(Twin(module).module(torch.ones(2)), torch.ones(2))
 
 
 def test_weights_that_a_run_widens_and_narrows_are_the_same() -> None:

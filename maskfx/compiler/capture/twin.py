@@ -70,6 +70,8 @@ class Twin:
             return MethodType(value.__func__, self._copy(value.__self__))
         if isinstance(value, FunctionType):
             return self._function(value)
+        if isinstance(value, partial):
+            return self._partial(value)
         library = type(value).__module__.partition(".")[0] in ("torch", "builtins", "functools")
         if library or isinstance(value, SHARED) or not hasattr(value, "__dict__"):
             return value
@@ -105,6 +107,13 @@ class Twin:
         self._originals.append(value)
         self._of[id(value)] = made
         return made
+
+    def _partial(self, value: partial[Any]) -> partial[Any]:
+        """Return the function itself; refuse one that is given parts."""
+        for item in (value.func, *value.args, *value.keywords.values()):
+            if id(item) in self._parts or id(getattr(item, "__self__", None)) in self._parts:
+                raise NoTwin(f"a partial function runs the {type(item).__name__} itself")
+        return value
 
     def _function(self, value: FunctionType) -> object:
         """Return the twin's method for a stand-in; refuse functions that hold parts."""
