@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import maskfx
-from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep, StepCache
+from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep, StepCache, ops
 from maskfx.distributed.partition import Partition
 from tests.distributed import tiny
 from tests.factories.masks import MASKS
@@ -100,6 +100,16 @@ def test_a_mixed_batch(ranks: int, kind: str, by_rank: bool) -> None:
     check(denoiser, steps, split)
     if kind != "empty":
         assert (sum(split.sent) > 0) == (kind != "members" and ranks > 1)
+
+
+@pytest.mark.parametrize("by_rank", [False, True], ids=["gathered", "keys by rank"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_attention_without_a_softmax(ranks: int, kind: str, by_rank: bool) -> None:
+    denoiser, steps = tiny.compiled(tiny.Sigmoid), mixed(ranks, tiny.Sigmoid)
+    program = next(iter(denoiser.programs.values()))
+    assert any(node.target is ops.site_pair_sum for node in program.module.graph.nodes)
+    check(denoiser, steps, ThreadRanks(denoiser.settings, shares(kind, ranks, len(steps)), by_rank))
 
 
 @pytest.mark.parametrize("by_rank", [False, True], ids=["gathered", "keys by rank"])

@@ -73,6 +73,28 @@ class Joint(nn.Module):
         return result
 
 
+class Sigmoid(nn.Module):
+    """Attention whose scores pass through a sigmoid in place of a softmax, to sites and text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.time = nn.Conv2d(4, 16, 3, padding=1), nn.Linear(1, 16)
+        self.qkv, self.query, self.text = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(8, 32)
+        self.leave = nn.Conv2d(16, 4, 3, padding=1)
+
+    def forward(self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        fine = self.enter(sample) + self.time(timestep.view(-1, 1).float() / 1000)[:, :, None, None]
+        b, c, h, w = fine.shape
+        rows = fine.flatten(2).transpose(1, 2)
+        q, k, v = (x.view(b, -1, 2, 8).transpose(1, 2) for x in self.qkv(rows).chunk(3, -1))
+        seen = torch.sigmoid(0.3 * (q @ k.transpose(-1, -2))) @ v
+        rows = rows + 0.05 * seen.transpose(1, 2).reshape(b, -1, 16)
+        key, value = self.text(encoder_hidden_states).chunk(2, -1)
+        rows = rows + torch.sigmoid(self.query(rows) @ key.transpose(-1, -2)) @ value
+        result: Tensor = self.leave(rows.transpose(1, 2).reshape(b, c, h, w))
+        return result
+
+
 def attend(qkv: Tensor) -> Tensor:
     b, n, _ = qkv.shape
     q, k, v = (x.view(b, n, 2, 8).transpose(1, 2) for x in qkv.chunk(3, -1))
