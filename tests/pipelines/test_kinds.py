@@ -168,11 +168,12 @@ def test_two_pictures_of_one_call(name: str):
         pytest.skip("the pipeline itself makes no two pictures of what it is given")
     assert distance(latents(compiled(name), **call_of(kind, 0, mask), **two), wanted) < 1e-4
     if kind.edits != "text":
-        done = compiled(name)(**call_of(kind, 0, small(name)), **two, output_type="np").images
+        form = "pil" if kind.modular else "np"  # all that Qwen-Image's blocks accept with a mask
+        done = compiled(name)(**call_of(kind, 0, small(name)), **two, output_type=form).images
         outside = np.asarray(small(name)) <= 127
-        old = np.asarray(picture(size=kind.side), np.float32) / 255
+        old = np.asarray(picture(size=kind.side), np.float32) / (1 if kind.modular else 255)
         assert len(done) == 2
-        assert all(np.array_equal(one[outside], old[outside]) for one in done)
+        assert all(np.array_equal(np.asarray(one)[outside], old[outside]) for one in done)
 
 
 @pytest.mark.parametrize("name", CONTROLLED)
