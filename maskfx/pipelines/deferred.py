@@ -49,6 +49,11 @@ class DeferredOperation:
             self.values = pytree.tree_leaves(self.function(*args, **kwargs))
 
 
+def dispatch_keys() -> tuple[Any, Any]:
+    """Return what PyTorch includes and leaves out now when it dispatches an operation."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
 @dataclass
 class Ledger:
     """Pending calls of one run, and operations on their results, in order."""
@@ -57,7 +62,7 @@ class Ledger:
     wait: Callable[[ValueSource], None] = lambda source: None  # for a call that runs elsewhere
     calls: list[Any] = field(default_factory=list)
     derived: list[DeferredOperation] = field(default_factory=list)
-    _keys: tuple[Any, Any] = field(default_factory=lambda: dispatch_keys())
+    _keys: tuple[Any, Any] = field(default_factory=dispatch_keys)
 
     def settle(self) -> None:
         """Run all pending calls, then the operations on their results.
@@ -74,11 +79,6 @@ class Ledger:
         for operation in derived:
             if operation.ready():
                 operation.compute()
-
-
-def dispatch_keys() -> tuple[Any, Any]:
-    """Return what PyTorch includes and leaves out now when it dispatches an operation."""
-    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 class Deferred(Tensor):

@@ -2,9 +2,8 @@
 
 In-place changes show in a tensor's version, replaced or cast parameters in their identity, dtype
 and address; those that the module's own run widens and narrows again lie elsewhere afterwards. A
-change through `.data` shows in none of them: pipelines compare three numbers of
-every tensor before each run, and after changes of other numbers `CompiledDenoiser.refresh()` is to
-be called.
+change through `.data` shows in none of them: pipelines compare three numbers of every tensor before
+each run, and after changes of other numbers `CompiledDenoiser.refresh()` is to be called.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class Contents:
         self.values = self.now()
         self.tensors = [value for value in self.values if isinstance(value, Tensor)]
         self.still = [value for value in self.tensors if id(value) not in cast]
-        self._cast = [value for value in self.tensors if id(value) in cast]
-        self._addresses, self._cast_addresses = addresses(self.still), addresses(self._cast)
+        self.cast = [value for value in self.tensors if id(value) in cast]
+        self._addresses, self._cast_addresses = addresses(self.still), addresses(self.cast)
 
     @property
     def same_objects(self) -> bool:
@@ -74,9 +73,9 @@ class Contents:
         return self.same_objects and addresses(self.still) == self._addresses
 
     @property
-    def cast(self) -> bool:
+    def was_cast(self) -> bool:
         """Whether tensors were widened and narrowed again."""
-        return addresses(self._cast) != self._cast_addresses
+        return addresses(self.cast) != self._cast_addresses
 
     def now(self) -> list[Any]:
         """Return the objects that the layers hold now."""
@@ -125,7 +124,7 @@ class Weights:
             change = WeightChange.TENSORS
         elif self._count() != self._version:
             change = WeightChange.VALUES
-        elif self._parameters.cast or self._buffers.cast:
+        elif self._parameters.was_cast or self._buffers.was_cast:
             self._remember(False)
             return WeightChange.MOVED
         else:
@@ -165,7 +164,8 @@ class Weights:
             self._samples = self._sampled = None
             return False
         samples = self._samples or samples_of([*self._parameters.still, *self._buffers.still])
-        now = [as_bytes(torch.stack(few).view(torch.uint8)) for few in samples]
+        cast = samples_of([*self._parameters.cast, *self._buffers.cast])  # views would hold memory
+        now = [as_bytes(torch.stack(few).view(torch.uint8)) for few in (*samples, *cast)]
         before, self._sampled, self._samples = self._sampled, now, samples
         return before not in (None, now)
 

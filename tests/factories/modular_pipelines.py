@@ -7,7 +7,6 @@ from typing import Any
 import diffusers
 
 from tests.factories.pipelines import (
-    PIPES,
     SIDE,
     Arguments,
     Kind,
@@ -15,6 +14,7 @@ from tests.factories.pipelines import (
     flux,
     flux2,
     qwen,
+    register,
     sd3,
     sdxl,
     text_of,
@@ -64,9 +64,7 @@ def add(
     side: int = SIDE,
 ) -> None:
     """Register a kind, which is compared by the latents in the state at the end of a call."""
-    if name in PIPES:
-        raise ValueError(f"two pipelines are called {name}")
-    PIPES[name] = Kind(name, build, inputs, edits, side)
+    register(Kind(name, build, inputs, edits, side))
 
 
 pooled = partial(text_of, pooled=True)

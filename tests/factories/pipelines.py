@@ -64,10 +64,14 @@ class Kind:
 
     @property
     def compared(self) -> Arguments:
-        """Arguments of a call that returns what is compared, first or alone."""
+        """Arguments of a call whose `result` is compared."""
         if self.modular:
             return {"output_type": "pil", "output": "latents"}
         return {"output_type": self.output, "return_dict": False}
+
+    def result(self, returned: Any) -> Any:
+        """What is compared, of what such a call returns."""
+        return returned if self.modular else returned[0]
 
 
 PIPES: dict[str, Kind] = {}
@@ -368,10 +372,14 @@ def add(
     side: int = SIDE,
     output: str = "latent",
 ) -> None:
-    if name in PIPES:
-        raise ValueError(f"two pipelines are called {name}")
     builder = partial(pipe_of, name.partition("-")[0], components)
-    PIPES[name] = Kind(name, builder, inputs, edits, side, output)
+    register(Kind(name, builder, inputs, edits, side, output))
+
+
+def register(kind: Kind) -> None:
+    if kind.name in PIPES:
+        raise ValueError(f"two pipelines are called {kind.name}")
+    PIPES[kind.name] = kind
 
 
 def sd(**changed: Any) -> Arguments:
@@ -630,11 +638,6 @@ def latents(pipe: Any, **arguments: Any) -> Tensor:
         return ended
     found: Tensor = pipe(**arguments, output_type="latent", return_dict=False)[0]
     return found
-
-
-def first(result: Any) -> Any:
-    """The first value of a call's result, or the only one."""
-    return result[0] if isinstance(result, tuple) else result
 
 
 class Steps:

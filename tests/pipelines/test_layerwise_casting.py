@@ -86,6 +86,12 @@ def test_weights_that_a_run_widens_and_narrows_are_the_same() -> None:
     assert weights.change() is WeightChange.NONE
     assert weights.fingerprint() == known
     assert not weights.overwritten()
+    module(x)
+    assert weights.change() is WeightChange.MOVED
+    assert not weights.overwritten()
+    module[0].weight.data = torch.ones(16, 8).to(NARROW)
+    assert weights.change() is WeightChange.MOVED
+    assert weights.overwritten()
     module[1].weight.data = torch.zeros(16)
     assert weights.change() is WeightChange.TENSORS
     with torch.no_grad():
