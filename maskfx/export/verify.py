@@ -17,7 +17,7 @@ from maskfx.errors import CompileError
 from maskfx.export.denoiser import ExportedDenoiser
 from maskfx.export.describe import hint
 from maskfx.ir.lanes import shape_hint
-from maskfx.ir.values import copies
+from maskfx.ir.objects import copied_tree
 from maskfx.runtime.proof import uneven_mask
 from maskfx.runtime.steps import EditStep
 
@@ -69,7 +69,7 @@ def verdicts(
     sizes = observed_sizes(capture.leaves, values)
 
     def given() -> Any:
-        return pytree.tree_unflatten(copies(values), spec)
+        return copied_tree(values, spec)
 
     wanted = pytree.tree_leaves(module(**given()))
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch.utils import _pytree as pytree
@@ -20,49 +18,6 @@ def has_meta(module: torch.nn.Module, values: Sequence[object]) -> bool:
     tensors = [*module.parameters(), *module.buffers()]
     tensors += [v for v in values if isinstance(v, torch.Tensor)]
     return any(t.is_meta for t in tensors)
-
-
-def open_dataclasses(result: object) -> None:
-    """Let pytrees take apart the dataclasses in a result that they hold as single leaves."""
-    leaves = pytree.tree_leaves(result)
-    opened = [leaf for leaf in leaves if open_dataclass(type(leaf))]
-    if opened:
-        open_dataclasses(opened)
-
-
-def open_dataclass(kind: type) -> bool:
-    """Register a class with pytrees; return False if it is no dataclass, or registered."""
-    if not dataclasses.is_dataclass(kind) or kind in pytree.SUPPORTED_NODES:
-        return False
-    if not all(field.init for field in dataclasses.fields(kind)):
-        return False
-    pytree.register_dataclass(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
-    return True
-
-
-def made_object(result: object) -> str:
-    """Return the type name of the first leaf that isn't a tensor or a plain value, or "".
-
-    Such an object belongs to the call that made it, and to no other.
-    """
-    for leaf in pytree.tree_leaves(result):
-        if not isinstance(leaf, (torch.Tensor, int, float, str, type(None))):
-            return type(leaf).__name__
-    return ""
-
-
-def identity_object(value: object) -> str:
-    """Return the type name of the first object that compares by identity, or "".
-
-    No other run has an equal object.
-    """
-    if isinstance(value, (torch.Tensor, int, float, str, type(None), torch.dtype, Enum)):
-        return ""
-    if isinstance(value, (dict, list, tuple)):
-        parts = value.values() if isinstance(value, dict) else value
-        return next(filter(None, map(identity_object, parts)), "")
-    equals: object = type(value).__eq__
-    return type(value).__name__ if equals is object.__eq__ and not callable(value) else ""
 
 
 def copies(values: Sequence[object]) -> list[object]:

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from maskfx.errors import BudgetError, CacheError
-from maskfx.ir.values import identity_object
+from maskfx.ir.objects import open_objects
 from maskfx.pipelines.batches import mask_shape_of
 from maskfx.pipelines.budget_shares import RecordedPart
 from maskfx.pipelines.call_policy import CallPosition
@@ -196,7 +196,7 @@ class RecordHandler(DenseHandler):
 
     def _stores(self, part: CallPart) -> bool:
         """Return True if the template stores this call."""
-        if identity_object(part.inputs) or self._start and is_flat(self._start[0]):
+        if open_objects(part.inputs) or self._start and is_flat(self._start[0]):
             return False
         shape = mask_shape_of(part.denoiser, part.inputs)
         if shape is None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from maskfx.ir.objects import new_objects
 from maskfx.pipelines.deferred import Deferred
 from maskfx.runtime.reuse.session import is_time
 
@@ -40,9 +41,15 @@ def shapes_of(inputs: Mapping[str, object]) -> Sizes:
     return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def with_cloned_latents(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs with the latents cloned: the pipeline may change them before a step."""
-    name = next((n for n, v in inputs.items() if isinstance(v, Tensor) and v.dim() >= 3), None)
-    if name is None or isinstance(inputs[name], Deferred):
-        return dict(inputs)
-    return {**inputs, name: inputs[name].clone()}
+def own_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a call that runs later: the pipeline may change its own before that.
+
+    The latents are copied; objects are other ones with the same tensors.
+    """
+    leaves, spec = pytree.tree_flatten(dict(inputs))
+    with new_objects():
+        own: dict[str, Any] = pytree.tree_unflatten(leaves, spec)
+    name = next((n for n, v in own.items() if isinstance(v, Tensor) and v.dim() >= 3), None)
+    if name is not None and not isinstance(own[name], Deferred):
+        own[name] = own[name].clone()
+    return own

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import CacheError, InputError
-from maskfx.ir.values import identity_object
+from maskfx.ir.objects import open_objects
 from maskfx.pipelines.autoencoder import edit_of
 from maskfx.pipelines.batches import mask_shape_of, picture_of, repeats_each
 from maskfx.pipelines.call_handler import CallPart
@@ -135,7 +135,7 @@ class EditHandler:
 
     def _choose(self, part: CallPart) -> AnyStep:
         name = part.position.name
-        if kind := identity_object(part.inputs):
+        if kind := open_objects(part.inputs):
             self.notes[f"{name}: a {kind} is handed on between its calls; it runs dense"] += 1
             return DenseStep(part.inputs)
         mask = self._mask_of(part)

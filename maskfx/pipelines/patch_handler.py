@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import CacheError
-from maskfx.ir.values import identity_object
+from maskfx.ir.objects import open_objects
 from maskfx.pipelines.batches import mask_shape_of, picture_of
 from maskfx.pipelines.call_handler import CallPart, DenseHandler
 from maskfx.pipelines.call_policy import CallPosition
@@ -155,7 +155,7 @@ class PatchHandler(DenseHandler):
 
     def choose(self, part: CallPart) -> AnyStep:
         name = part.position.name
-        if kind := identity_object(part.inputs):
+        if kind := open_objects(part.inputs):
             self.patches.notes[
                 f"{name}: a {kind} is handed on between its calls; it runs dense"
             ] += 1

@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 from maskfx.ir.late import LateTensor
 from maskfx.ir.level_shares import MaskWork
 from maskfx.ir.module_settings import RunSettings
-from maskfx.ir.values import copy_of, made_object
+from maskfx.ir.objects import Watched, made_object
+from maskfx.ir.values import copy_of
 from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler, CallPart
 from maskfx.pipelines.call_inputs import (
@@ -29,9 +30,9 @@ from maskfx.pipelines.call_inputs import (
     ShapeKey,
     Sizes,
     constants_of,
+    own_inputs,
     shape_key,
     shapes_of,
-    with_cloned_latents,
 )
 from maskfx.pipelines.call_policy import CallPosition, sample_branch
 from maskfx.pipelines.deferred import (
@@ -51,7 +52,8 @@ from maskfx.pipelines.lora import CallAdapters, suspended
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.pipeline import StepOutput
 from maskfx.pipelines.schedule import RunSchedule, latents_of, with_latents
-from maskfx.pipelines.stand_in import Hooks
+from maskfx.pipelines.stand_in import Hooks, computing
+from maskfx.pipelines.step_count import BY_TIME, StepCount
 from maskfx.pipelines.waiting import Wait, wait_uninterrupted
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
@@ -60,10 +62,10 @@ from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.sample_arguments import count_listed, join_results, select_sample
 from maskfx.runtime.sites.mask import Mask, MaskCache
 from maskfx.runtime.step_kinds import StepKind
+from maskfx.runtime.steps import DenseStep
 
 Execute = Callable[[list["DenoiserCall"]], None]
 Shapes = dict[tuple[str, ShapeKey], object]  # denoiser and inputs -> shapes of the result
-
 
 # what puts hooks on parts of a denoiser
 WHOSE_HOOKS = "offloading, caching, or guidance that skips layers"
@@ -177,7 +179,6 @@ class PipelineRun:
     execute: Execute
     shapes: Shapes = field(default_factory=dict)
     coding: AutoencoderCalls | None = None
-    step: int = 0
     box: Box | None = None
     notes: Counter[str] = field(default_factory=Counter)
     adapters: CallAdapters = field(default_factory=CallAdapters)
@@ -186,9 +187,6 @@ class PipelineRun:
     rows: LateRows | None = None  # None: ranks wait for one another's rows
     follow: Callable[[str], RunSettings] | None = None  # returns a denoiser's settings
     settings: dict[str, RunSettings] = field(default_factory=dict)  # as of their first call
-    _counts: Counter[str] = field(default_factory=Counter)
-    _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
-    _times: frozenset[float] = frozenset()
     _hooks: dict[str, Hooks] = field(default_factory=dict)  # of each denoiser's parts
     _masks: MaskCache = field(default_factory=MaskCache)  # a run's steps share a few masks
     _constants: dict[tuple[str, str], Constants] = field(default_factory=dict)  # by name and branch
@@ -198,8 +196,13 @@ class PipelineRun:
     def __post_init__(self) -> None:
         self.ledger = Ledger(self._resolve, wait_for_call)
         self._schedule = RunSchedule(self.pipe)
+        self._count = StepCount(self._schedule)
         self.forecasts = Forecasts(self.pipe, self.handler.clean)
         self._names = {id(denoiser.module): name for name, denoiser in self.denoisers.items()}
+
+    @property
+    def step(self) -> int:
+        return self._count.step
 
     def handles(self, module: nn.Module) -> bool:
         """Return True for a denoiser of this pipeline whose calls may be deferred."""
@@ -221,13 +224,14 @@ class PipelineRun:
     def call(self, module: nn.Module, inputs: dict[str, object]) -> Any:
         """Handle a call of a stand-in; its result is deferred if its shape is known."""
         name = self._names[id(module)]
+        if self._count.precedes(inputs):
+            return self._compute_now(name, inputs)
         self._begin()
-        if not self._scheduled:
-            self._follow_time(name, inputs)
-        branch, steps = str(self._counts[name]), self._schedule.steps(module, self.step)
+        if self._count.begins_by_time(name, inputs):
+            self.note(BY_TIME)
+        branch, steps = self._count.add(name), self._schedule.steps(module, self.step)
         times = times_of(inputs, self.step) if self.handler.reads_times else ()
         call = DenoiserCall(self, name, self.step, branch, inputs, steps, times)
-        self._counts[name] += 1
         call.shape = shape_key(inputs)
         selection = self.handler.selection
         if self._follows:
@@ -251,14 +255,15 @@ class PipelineRun:
         self.ledger.calls.append(call)
         key = (name, call.shape)
         if key not in self.shapes:
+            watched = Watched(inputs)
             self.ledger.settle()
             call.wait()
-            if not made_object(call.result):
+            if not made_object(call.result) and not watched.written():
                 self.shapes[key] = pytree.tree_map(on_meta, call.result)
-            # the pipeline may change what it gets, and the next step may read the call's own
+            # the pipeline may change what it gets; the next step may read the call's own
             return call.result if self.late is None else pytree.tree_map(copy_of, call.result)
         hold(call.inputs)
-        call.inputs = with_cloned_latents(call.inputs)
+        call.inputs = own_inputs(call.inputs)
         return deferred_like(self.shapes[key], device_of(inputs), self.ledger, call)
 
     def code(self, autoencoder: nn.Module, method: str, arguments: dict[str, Any]) -> Any:
@@ -294,6 +299,13 @@ class PipelineRun:
                 return deferred_like(shapes, device_of(call.inputs), self.ledger, held)
         self.ledger.settle()  # the forecast needs the outputs before
         return self.forecasts.at(key_of(call), call.times, call.inputs)
+
+    def _compute_now(self, name: str, inputs: dict[str, object]) -> object:
+        """Return the module's own result; the call belongs to no step."""
+        self.ledger.settle()
+        with suspended(), computing([self.denoisers[name].module]):
+            adapters = self.adapters.at(name, 0)
+            return self.denoisers[name].plain_step(DenseStep(force_all(inputs), adapters))
 
     def _begin(self) -> None:
         if self._schedule.changes():
@@ -334,25 +346,12 @@ class PipelineRun:
         if self.rows is not None:
             self.rows.forget()
 
-    def _follow_time(self, name: str, inputs: Mapping[str, object]) -> None:
-        """Begin a step if the timestep changed; used until a scheduler's `step` was called."""
-        now = frozenset(times_of(inputs, 0))
-        if self._times not in (frozenset(), now) and self._counts[name]:
-            self.note(
-                "steps distinguished by their timestep, because no scheduler's step is called"
-            )
-            self.step += 1
-            self._counts.clear()
-        self._times = now
-
     def after_step(self, result: StepOutput) -> StepOutput:
         """End a step of the scheduler; return its result with the latents the handler changed."""
         self._begin()
         latents = latents_of(result)
         changed = self.handler.after_step(self.step, latents)
-        self._scheduled = True
-        self.step += 1
-        self._counts.clear()
+        self._count.end()
         return result if changed is latents else with_latents(result, changed)
 
     def prepare(self, outputs: Any, height: int | None, width: int | None) -> object:

@@ -96,6 +96,10 @@ class RunSchedule:
         known, self._known = self._known, now
         return now != known
 
+    def has_times(self) -> bool:
+        """Return True if a scheduler was given its times since the run began."""
+        return any(getattr(part, "timesteps", None) is not before for part, before in self._before)
+
     def schedule(self) -> Schedule:
         """Return the schedule, with the times of the schedulers that were given them by now."""
         schedulers = [part for part, _ in self._before]

@@ -22,8 +22,9 @@ from maskfx.compiler.capture.capture import capture, has_batch
 from maskfx.compiler.compile import Compilation, compile_capture
 from maskfx.config import Settings
 from maskfx.errors import InputError, SizesDisagree
+from maskfx.ir.objects import copied_tree, copy_tree
 from maskfx.ir.program import Program
-from maskfx.ir.values import copies, copy_of, has_meta, same_values
+from maskfx.ir.values import copies, has_meta, same_values
 from maskfx.runtime.executor import BatchExecutor
 from maskfx.runtime.program_files import ProgramFiles, compiled_as
 from maskfx.runtime.proof import Size, every_other, hides, size_of, uneven_mask
@@ -318,7 +319,7 @@ class ProgramCache:
         Some modules fill tables at their first call; under capture these would hold fake tensors.
         """
         if not self.every and not has_meta(self.module, values):
-            self._dense(pytree.tree_map(copy_of, inputs))
+            self._dense(copy_tree(inputs))
 
     def _dense(self, inputs: dict[str, object]) -> object:
         """Run the module itself; raise InputError if it fails on these inputs."""
@@ -342,8 +343,8 @@ class ProgramCache:
         """Compare one recording and one edit with the module; return what is wrong, or ''."""
         shape = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
         mask = uneven_mask(shape)
-        wanted = self._dense(pytree.tree_unflatten(copies(values), spec))
-        inputs = pytree.tree_unflatten(copies(values), spec)
+        wanted = self._dense(copied_tree(values, spec))
+        inputs = copied_tree(values, spec)
 
         def run(step: RecordStep | EditStep, mask: Mask | None = None) -> Any:
             own = ValidatedInputs(copies(values), spec, sizes, compilation)

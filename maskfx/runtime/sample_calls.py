@@ -19,7 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.compile import Compilation
-from maskfx.ir.values import copy_of, has_meta, same_values
+from maskfx.ir.objects import copy_tree
+from maskfx.ir.values import has_meta, same_values
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.rows import whole
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache
@@ -115,9 +116,7 @@ class SampleCalls:
     def _compared(self, inputs: Inputs, calls: Sequence[Inputs], listed: bool) -> str:
         """Run the module on a call and on its samples; return how the results differ, or ""."""
         try:
-            whole, *parts = (
-                self.module(**pytree.tree_map(copy_of, dict(call))) for call in (inputs, *calls)
-            )
+            whole, *parts = (self.module(**copy_tree(dict(call))) for call in (inputs, *calls))
             joined = join_results(parts, listed)
         except torch.OutOfMemoryError:
             raise

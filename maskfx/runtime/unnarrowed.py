@@ -22,6 +22,7 @@ from maskfx.compiler.capture.roles import Roles, observed_sizes
 from maskfx.compiler.compile import Compilation
 from maskfx.compiler.marked import MarkedGraph, mark_graph
 from maskfx.ir.lanes import Batch, Lane, Tokens, X, Y, is_image, lane_of, lanes_of
+from maskfx.ir.objects import copied_tree
 from maskfx.ir.values import copies, same_values
 from maskfx.runtime.backends.graph_function import find
 from maskfx.runtime.batch.rows import atom_size, is_spread
@@ -149,12 +150,12 @@ def graph_in_full(
         compilation: What was captured.
         values: The flattened inputs of a call, whose structure is `spec`.
     """
-    inputs, found = pytree.tree_unflatten(copies(values), spec), compilation.capture
+    inputs, found = copied_tree(values, spec), compilation.capture
     try:
         if found.was_read:  # without the symbols that the lanes are found by
             found = capture(module, inputs, roles, True, found.single)
         marked = mark_graph(found, compilation.reasons)
-        wanted = module(**pytree.tree_unflatten(copies(values), spec))
+        wanted = module(**copied_tree(values, spec))
         sizes = observed_sizes(found.leaves, values)
         shape = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
         nothing, leaves = Mask(torch.zeros(shape, dtype=torch.bool)), pytree.tree_leaves(wanted)

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from maskfx.compiler.capture import roles as roles_
 from maskfx.ir import progress
 from maskfx.ir.lru import LruCache
+from maskfx.ir.objects import open_objects
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.lora.layers import SetCache
 from maskfx.runtime.program_cache import ProgramCache
@@ -93,6 +94,7 @@ class Validator:
 
     def inputs(self, given: Mapping[str, Any]) -> ValidatedInputs:
         """Validate a call's arguments; the compilation that serves them is found or made."""
+        open_objects(given)
         leaves = pytree.tree_leaves(dict(given)) if isinstance(given, Mapping) else []
         mark, known = marked(leaves), self._inputs.get(id(given))
         if known is not None and known[2] == mark:

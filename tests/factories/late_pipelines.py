@@ -50,7 +50,20 @@ def glm_text(seed: int) -> Arguments:
     }
 
 
+def glm_pictured(seed: int) -> Arguments:
+    """Keys and values of the picture are written before the first step, and read in all of them."""
+    side = SIDE // 4
+    return {
+        **glm_text(seed),
+        "image": [picture()],
+        "prior_token_ids": glm_text(9)["prior_token_ids"],
+        "prior_token_image_ids": [Draw(9).integers(side * side, high=20)],
+        "source_image_grid_thw": [torch.tensor([[1, side, side]])],
+    }
+
+
 add("GlmImagePipeline", "text", glm, glm_text)
+add("GlmImagePipeline-pictured", "reference", glm, glm_pictured)
 
 
 # Qwen-Image 2.1: text and references are computed in the first step only, unless asked otherwise.

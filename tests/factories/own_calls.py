@@ -12,7 +12,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from tests.factories.own_denoisers import WIDTH, Block, Picture, conv, embed, own, plain
-from tests.factories.own_transformers import DEPTH, Mixing, tokens
+from tests.factories.own_transformers import DEPTH, HEADS, Mixing, Tokens, tokens
+from tests.factories.zoo import Draw
 
 
 class Whole(Block):
@@ -112,8 +113,64 @@ class Wrapped(nn.Module):
         return Result(sample=self.last(x), features=x)
 
 
+class LayerKeys:
+    """Keys and values of one layer, or none yet."""
+
+    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
+        self.keys, self.values = keys, values
+
+
+class HeldKeys:
+    """Keys and values that a pipeline hands from call to call; "write" ones are filled by a call.
+
+    `written` counts the calls that wrote.
+    """
+
+    def __init__(self, mode: str, *layers: LayerKeys) -> None:
+        self.mode, self.layers, self.written = mode, list(layers), 0
+
+
+class Remembering(Mixing):
+    """Sites attend to what an object holds and to one another; their number isn't the same."""
+
+    held: LayerKeys | None = None
+
+    def mix(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        q, k, v = self.heads(x)
+        if self.held is not None and self.held.keys is not None:
+            assert self.held.values is not None
+            k = torch.cat([self.held.keys, k], dim=2)
+            v = torch.cat([self.held.values, v], dim=2)
+        elif self.held is not None:
+            self.held.keys, self.held.values = k, v
+        return self.joined(F.scaled_dot_product_attention(q, k, v))
+
+
+class Handed(Tokens):
+    """A denoiser whose layers read keys and values of an object, or write them into it."""
+
+    def forward(self, sample: Tensor, timestep: Tensor, cache: HeldKeys | None = None) -> Tensor:
+        blocks = [block for block in self.blocks if isinstance(block, Remembering)]
+        for block, held in zip(blocks, [] if cache is None else cache.layers, strict=False):
+            block.held = held
+        if cache is not None and cache.mode == "write":
+            cache.written += 1
+        found: Tensor = super().forward(sample, timestep)
+        for block in blocks:
+            block.held = None
+        return found
+
+
+def with_keys(size: Any, seed: int) -> dict[str, Any]:
+    draw = Draw(seed + 5)
+    shape = size.batch, HEADS, size.text, DEPTH
+    layers = [LayerKeys(draw.normal(*shape), draw.normal(*shape)) for _ in range(2)]
+    return {**plain(size, seed), "cache": HeldKeys("read", *layers)}
+
+
 own("whole-statistics", lambda: Picture(Whole()))
 own("time-map", TimeMap, with_skips)
 own("custom-functions", lambda: Picture(Custom()))
+own("handed-keys", lambda: Handed(Remembering(), Remembering()), with_keys, quick=True)
 own("flexible", tokens(Flexible), narrow=False)
 own("wrapped", Wrapped)

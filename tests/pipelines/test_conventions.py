@@ -17,6 +17,8 @@ from PIL import Image
 from torch import Tensor
 
 import maskfx
+import tests.factories.late_pipelines  # noqa: F401  (cases register themselves)
+from maskfx.pipelines.compile import pipeline_state_of
 from tests.factories.edit_pipelines import unconditional
 from tests.factories.pipelines import (
     PIPES,
@@ -36,6 +38,7 @@ from tests.factories.pipelines import (
     square,
     text_of,
     usual,
+    white,
 )
 from tests.factories.zoo import FLUX, tiny
 
@@ -144,8 +147,31 @@ def test_objects_that_a_denoiser_makes_are_its_own_runs():
         new, old = np.asarray(done.images[0]), np.asarray(picture(0, 64))
         assert np.array_equal(new[~inside], old[~inside])
         assert (new[inside] != old[inside]).any(-1).mean() > 0.5
-    assert "a Flux2KVCache is handed on" in maskfx.explain(ours)
+    first, *later = pipeline_state_of(ours).denoisers["transformer"].compilations
+    assert first.program is None
+    assert any("an object of its own call (Flux2KVCache)" in n for n in first.capture.notes)
+    assert later
+    assert all(one.program is not None for one in later)
     assert "object at 0x" not in maskfx.explain(ours), "a note of its own for every request"
+
+
+def test_a_call_before_the_first_step_writes_keys_that_all_steps_read(
+    monkeypatch: Any,
+) -> None:
+    """It is no step of the run: the template has the run's times, and edits are on rows."""
+    kind = PIPES["GlmImagePipeline-pictured"]
+    own, ours = kind.build(), kind.build()
+    maskfx.compile(ours, quality="all-steps")
+    for seed in (0, 1):  # the scheduler has the times of the run before
+        wanted = latents(own, **call_of(kind, seed))
+        assert torch.equal(latents(ours, **call_of(kind, seed)), wanted)
+        assert distance(latents(ours, **call_of(kind, seed, white())), wanted) < 1e-4
+    ours(**call_of(kind, 0, square()))
+    steps = Steps(monkeypatch)
+    ours(**call_of(kind, 1, square()))
+    assert steps.taken() == [["itself"], *[["EditStep"] * 2] * 3]
+    assert "steps distinguished" not in maskfx.explain(ours)
+    assert "a template isn't used" not in maskfx.explain(ours)
 
 
 def test_a_scheduler_that_applies_the_mask_decides_what_white_means() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import maskfx
 from maskfx.config import Settings
 from maskfx.errors import InputError, MaskError
-from maskfx.ir.values import identity_object
 from maskfx.pipelines.call_handler import DenseHandler
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.edit_handler import EditHandler
@@ -343,16 +342,6 @@ def test_a_recording_with_its_own_prompt_is_of_that_prompt():
         names.add(name)
         assert name != recording_arguments(call, given, False)[1]
     assert len(names) == 2
-
-
-def test_objects_are_found_wherever_they_are_handed_on():
-    class Kept:
-        pass
-
-    plain = {"x": torch.ones(1), "more": {"scale": 1.0, "text": [torch.ones(1), None]}, "f": print}
-    assert identity_object(plain) == ""
-    assert identity_object({**plain, "kept": Kept()}) == "Kept"
-    assert identity_object({**plain, "more": {"kept": [Kept()]}}) == "Kept"
 
 
 def test_guidance_is_recorded_at_the_usual_strength():

@@ -29,7 +29,7 @@ from maskfx.compiler.capture.roles import Argument, observed_sizes
 from maskfx.errors import CaptureError
 from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.nodes import ancestors
-from maskfx.ir.values import copy_of, made_object, open_dataclasses
+from maskfx.ir.objects import Watched, copy_tree, made_object, open_results
 
 
 class Unexportable(CaptureError):
@@ -127,7 +127,7 @@ def light_run(
     try:
         twin = light_twin(module)
         with LightProducts(twin):
-            found = full_run(twin.module, pytree.tree_map(copy_of, inputs), leaves)
+            found = full_run(twin.module, copy_tree(inputs), leaves)
     except (torch.OutOfMemoryError, MemoryError, Unexportable):
         raise
     except Exception:  # whatever it is, a full run raises it too, or doesn't
@@ -152,10 +152,13 @@ def full_run(
         return value
 
     with torch.no_grad(), asking(plain), lengths_.reading(read):
+        watched = Watched(inputs)
         result = module(**inputs)
-    open_dataclasses(result)
+    if name := watched.written():
+        raise Unexportable(f"it writes into its argument {name}")
+    open_results(result)
     if made := made_object(result):
-        raise Unexportable(f"it returns a {made}, which isn't made of tensors")
+        raise Unexportable(f"it returns an object of its own call ({made})")
     return found
 
 

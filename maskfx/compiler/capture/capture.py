@@ -31,6 +31,7 @@ from maskfx.compiler.capture.twin import NoTwin
 from maskfx.compiler.capture.whole import WholeModules
 from maskfx.ir import progress
 from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, int_hint, set_lane
+from maskfx.ir.objects import new_objects
 from maskfx.ir.other_sizes import Base, SizeExpr, other_bases
 from maskfx.ir.part_hooks import acts_within
 from maskfx.ir.pyramid import Level, Pyramid
@@ -91,7 +92,8 @@ def capture(
     for number, (wanted, symbolic) in enumerate(attempts, 1):
         progress.stage(0, "export" if number == 1 else f"export, attempt {number}")
         kind = "symbolic" if symbolic else "fixed"
-        example = pytree.tree_unflatten(resize(leaves, values, call.sizes, wanted), spec)
+        with new_objects():
+            example = pytree.tree_unflatten(resize(leaves, values, call.sizes, wanted), spec)
         try:
             result = captured_at(whole, call, example, wanted, symbolic, notes)
             result.compared = compare

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.branches import Decisions
 from maskfx.compiler.capture.roles import Argument, Sizes
+from maskfx.ir.objects import copied_tree
 from maskfx.ir.other_sizes import SizeExpr
 from maskfx.ir.pyramid import Pyramid
 from maskfx.ir.values import copies, has_meta, same_constant, same_values
@@ -91,7 +92,7 @@ class Capture:
         assert self.module is not None
         with torch.no_grad():
             try:
-                wanted = module(**pytree.tree_unflatten(copies(values), self.in_spec))
+                wanted = module(**copied_tree(values, self.in_spec))
             except torch.OutOfMemoryError:
                 raise  # not a verdict on the graph
             except Exception as error:

@@ -38,7 +38,8 @@ from maskfx.compiler.capture.selections import Selections
 from maskfx.errors import CaptureError
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.nodes import is_write
-from maskfx.ir.values import copy_of, has_meta
+from maskfx.ir.objects import OPENED, copy_tree
+from maskfx.ir.values import has_meta
 
 allow_keyword_names()
 
@@ -190,14 +191,14 @@ def export_as_answered(
     """
     if has_meta(module, pytree.tree_leaves(inputs)):
         return export(module, inputs, leaves, symbolic), []
-    plain = plain_run(module, pytree.tree_map(copy_of, inputs), leaves)
+    plain = plain_run(module, copy_tree(inputs), leaves)
     try:
         return export_following(plain, module, inputs, leaves, symbolic)
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
         if plain.light:
-            plain = full_run(module, pytree.tree_map(copy_of, inputs), leaves)
+            plain = full_run(module, copy_tree(inputs), leaves)
             if plain.answers or plain.counts:
                 return export_following(plain, module, inputs, leaves, symbolic)
         if not plain.reads_samples:
@@ -241,7 +242,7 @@ def export(
         return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if r and symbolic}
 
     values, spec = pytree.tree_flatten(inputs)
-    shapes = pytree.tree_unflatten([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)
+    shapes = nested([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)
     with (
         torch.no_grad(),
         symbolic_numbers(module),
@@ -254,6 +255,19 @@ def export(
         if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
             program = program.run_decompositions({})
     return program
+
+
+def nested(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+    """Return leaves in the structure of a tree, with lists in place of its objects."""
+    if spec.is_leaf():
+        return leaves[0]
+    parts, start = [], 0
+    for child in spec.children():
+        parts.append(nested(leaves[start : start + child.num_leaves], child))
+        start += child.num_leaves
+    if spec.type in OPENED:
+        return parts
+    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)
 
 
 @contextlib.contextmanager

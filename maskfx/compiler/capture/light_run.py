@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from maskfx.compiler.capture.twin import Twin
-from maskfx.ir.values import copy_of
+from maskfx.ir.objects import copy_tree
 
 aten = torch.ops.aten
 # the places of input and weight among the arguments, and the dimension of the weight's inputs
@@ -161,7 +161,7 @@ def convolved_elements(module: nn.Module, inputs: Mapping[str, object]) -> int:
     try:
         twin = light_twin(module)
         with torch.no_grad(), LightProducts(twin) as light:
-            twin.module(**pytree.tree_map(copy_of, dict(inputs)))
+            twin.module(**copy_tree(dict(inputs)))
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception:  # whatever it is, a full run raises it too, or doesn't
@@ -175,7 +175,7 @@ def fills_tables(module: nn.Module, inputs: Mapping[str, Any]) -> bool:
     try:
         twin = light_twin(module)
         with torch.no_grad(), LightProducts(twin):
-            twin.module(**pytree.tree_map(copy_of, dict(inputs)))
+            twin.module(**copy_tree(dict(inputs)))
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception:  # whatever it is, a full run raises it too, or doesn't

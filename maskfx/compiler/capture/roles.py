@@ -27,6 +27,7 @@ Sizes = dict[str, int]  # by role
 
 STEP_WORDS = ("timestep", "sigma", "guidance", "residual", "block_samples", "noise", "_t_")
 TEXT_WORDS = ("encoder", "text", "txt", "prompt", "caption", "context", "clip", "llm", "cap_")
+CACHE_WORDS = ("cache", "kv_", "past_key")  # keys and values that a pipeline hands on
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,8 @@ def guess(
         return ("batch", *[""] * (len(shape) - 3), *spatial)
     if rest >= len(shape):
         return tuple(roles)
-    if len(shape) == 4 and not textual:  # an image of another size
+    handed_on = any(w in name for w in CACHE_WORDS)
+    if len(shape) == 4 and not textual and not handed_on:  # an image of another size
         return tuple(roles)
     if rest == 1 and len(shape) == 4:  # several vectors per token, or several texts
         first, second = shape[1:3]

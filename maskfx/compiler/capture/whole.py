@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
+from maskfx.ir.objects import copy_tree
 from maskfx.ir.values import copy_of, has_meta, same_values
 from maskfx.ops.whole import Whole, run_whole
 
@@ -181,7 +182,7 @@ def observed(module: nn.Module, kind: type, inputs: Mapping[str, Any]) -> dict[n
     hooks = [part.register_forward_hook(note, with_kwargs=True) for part in parts]
     try:
         with torch.no_grad():
-            module(**pytree.tree_map(copy_of, dict(inputs)))
+            module(**copy_tree(dict(inputs)))
     finally:
         for hook in hooks:
             hook.remove()
