@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from maskfx.compiler.artifact.graphs import place_of
 from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import Program, SideGraph
+from maskfx.ops.whole import Whole
 from maskfx.passes.add_low_rank import add_low_rank
 from maskfx.passes.context import get_attribute
 
@@ -73,6 +74,12 @@ def weight_names(program: Program) -> dict[object, tuple[str, ...]]:
     return found
 
 
+def inner_weights(program: Program) -> set[object]:
+    """Return the weights of the modules that stay whole, by their place in memory (`place_of`)."""
+    whole = (part for part in program.module.modules() if isinstance(part, Whole))
+    return {place_of(weight) for one in whole for weight in one.parameters()}
+
+
 def originals(program: Program) -> dict[str, Tensor]:
     """Return the weights of a graph by name, in the module's layout."""
     derived = {item.name for item in program.interface.derived}
@@ -111,4 +118,4 @@ def reads(side: SideGraph, places: Collection[object]) -> bool:
     return False
 
 
-__all__ = ["Twin", "make_twin", "originals", "place_of", "reads", "weight_names"]
+__all__ = ["Twin", "inner_weights", "make_twin", "originals", "place_of", "reads", "weight_names"]

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from maskfx.ir.lru import LruCache
 
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
 
 def has_meta(module: torch.nn.Module, values: Sequence[object]) -> bool:
     """Return True if a weight or an input is a meta tensor, so that nothing can run."""
@@ -37,14 +39,28 @@ def is_wrapped(value: torch.Tensor) -> bool:
 def parts_of(value: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the tensors with a tensor's numbers: itself, or what a quantized weight consists of.
 
-    Packages for quantization wrap integers and scales in a class that acts as one tensor; their
-    names begin with a dot.
+    Packages for quantization wrap integers and scales in a class that acts as one tensor, or give a
+    tensor of packed integers a class of its own, with scales as attributes. Names of such parts
+    begin with a dot.
     """
-    if not is_wrapped(value):
+    if is_wrapped(value):
+        names = value.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        inner = {name: parts_of(getattr(value, name)) for name in names}
+        return {f".{n}{rest}": part for n, parts in inner.items() for rest, part in parts.items()}
+    if type(value) in PLAIN_TENSORS:
         return {"": value}
-    names = value.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-    inner = {name: parts_of(getattr(value, name)) for name in names}
-    return {f".{n}{rest}": part for n, parts in inner.items() for rest, part in parts.items()}
+    found = {"": plain_view(value)}
+    for name, held in vars(value).items():
+        inside = {"": held} if isinstance(held, torch.Tensor) else getattr(held, "__dict__", {})
+        tensors = {key: one for key, one in inside.items() if isinstance(one, torch.Tensor)}
+        found.update({f".{name}.{key}": plain_view(one) for key, one in tensors.items()})
+    return found
+
+
+def plain_view(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a class of its own as PyTorch's, with the same numbers in memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.detach().as_subclass(torch.Tensor)
 
 
 def same_values(found: object, wanted: object) -> bool:

@@ -28,6 +28,8 @@ from maskfx.runtime.batch.packed_keys import packed_inputs, with_packed
 from maskfx.runtime.cache.loader import LoadedRows, Loader
 from maskfx.runtime.cpu_threads import settle
 from maskfx.runtime.fetch_ahead import FetchAhead
+from maskfx.runtime.lora.calls import adapted
+from maskfx.runtime.lora.layers import AdapterSet
 from maskfx.runtime.prefetch import Prefetcher, Stopwatch, TakenRows
 from maskfx.runtime.replays import Replays, has_known_sizes
 from maskfx.runtime.stretch_steps import StretchSteps
@@ -60,6 +62,12 @@ class Batch:
     def late(self) -> frozenset[str]:
         """Return the inputs whose values are still being computed elsewhere."""
         return self.frame.late(self.members)
+
+    @property
+    def inside(self) -> AdapterSet | None:
+        """Return the members' adapters of layers inside modules that stay whole."""
+        own = self.members[0].adapters
+        return None if own is None else own.inside
 
 
 class GraphRuns:
@@ -94,6 +102,10 @@ class GraphRuns:
 
     def run(self, batch: Batch) -> Any:
         """Run the graph of a batch and return what it returns."""
+        with adapted([(1, batch.inside)]):
+            return self._run(batch)
+
+    def _run(self, batch: Batch) -> Any:
         if batch.frame.by_stretch:
             fetch = self._watched(self._timed(batch.frame.fetch(batch.members)))
             result = self.by_stretch.run(batch.program, batch.frame, batch.members, fetch)
@@ -125,7 +137,7 @@ class GraphRuns:
         self.by_stretch.drop(codes)
         for code in codes:
             self.replays.drop(code)
-            for key in [key for key in self.runners if key[0] == code]:
+            for key in [key for key in self.runners if key[0].startswith(code)]:
                 del self.runners[key]
 
     def forget_packed(self) -> None:
@@ -145,6 +157,8 @@ class GraphRuns:
     def _can_replay(self, batch: Batch, packed: frozenset[str]) -> bool:
         """Return True if a batch may run from a capture: nothing in it waits for an input."""
         if batch.recording or packed or self.watch is not None or batch.late:
+            return False
+        if batch.inside is not None:
             return False
         return self.replays.replayed(batch.program, batch.frame.device)
 
@@ -217,12 +231,23 @@ class GraphRuns:
         """
         program, recording, late = batch.program, batch.recording, batch.late
         pieces = pieces and not recording and self.replays.in_pieces(program, batch.frame.device)
+        if batch.inside is not None:
+            return self._uncompiled(batch)
         for code, records, most, reads, cut in self.runners:
             known = (code, records, reads, cut)
             if known == (program.code, recording, packed, pieces) and late <= most:
                 return self.runners[code, records, most, reads, cut]
         key = (program.code, recording, late, packed, pieces)
         self.runners[key] = self._made(batch, packed, pieces)
+        return self.runners[key]
+
+    def _uncompiled(self, batch: Batch) -> Run:
+        """Return what runs a program operator by operator, with functions that are intercepted."""
+        code, packed = f"{batch.program.code} uncompiled", frozenset[str]()
+        key = (code, batch.recording, batch.late, packed, False)
+        if key not in self.runners:
+            module = batch.program.recording if batch.recording else batch.program.module
+            self.runners[key] = Runner(sink_late(module, batch.late) if batch.late else module)
         return self.runners[key]
 
     def _made(self, batch: Batch, packed: frozenset[str], pieces: bool) -> Run:

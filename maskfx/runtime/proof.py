@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.compile import Compilation
 from maskfx.ir.program import Region
-from maskfx.ir.values import is_wrapped
+from maskfx.ir.values import PLAIN_TENSORS
 from maskfx.runtime.sites.mask import Mask
 
 # a program's code; y, x and tokens; whether a graph of one sample serves several
@@ -43,7 +43,7 @@ def uneven_mask(shape: Sequence[int]) -> Tensor:
 
 def hides(module: nn.Module) -> bool:
     """Return True if a weight matrix is all zero: layers before it don't affect the output."""
-    plain = (p for p in module.parameters() if not is_wrapped(p))  # not quantized
+    plain = (p for p in module.parameters() if type(p) in PLAIN_TENSORS)  # not quantized
     several = (p for p in plain if p.ndim > 1 and p.numel())
     return any(not bool(p[(0,) * p.ndim]) and not bool(p.any()) for p in several)
 

@@ -8,11 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from maskfx.compiler.adapted import Twin, make_twin, originals, place_of, reads, weight_names
+from maskfx.compiler.adapted import (
+    Twin,
+    inner_weights,
+    make_twin,
+    originals,
+    place_of,
+    reads,
+    weight_names,
+)
 from maskfx.compiler.compile import Compilation
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
-from maskfx.runtime.lora.layers import AdapterSet
+from maskfx.runtime.lora.layers import AdapterSet, restricted
 from maskfx.runtime.lora.stacks import NamedSet
 
 TWINS = 4  # kept per program, each for the layers that some adapters change
@@ -61,7 +69,7 @@ class Twins:
                 for update in own.layers
                 for name in names.get(place_of(update.weight), ())
             }
-            return NamedSet(own, layers)
+            return NamedSet(own, layers, restricted(own, inner_weights(program)))
 
         return self._named.find((program.code, own.key), make)
 
@@ -116,7 +124,7 @@ class Twins:
         self._base.clear()
 
     def _changes_shared(self, twin: Twin, compilation: Compilation, own: NamedSet) -> bool:
-        if not twin.whole.isdisjoint(own.layers):
+        if own.inside is not None or not twin.whole.isdisjoint(own.layers):
             return True
 
         def found() -> bool:

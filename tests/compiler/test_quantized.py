@@ -14,12 +14,15 @@ import maskfx
 from maskfx.ir.values import parts_of
 from maskfx.passes.context import get_attribute
 from maskfx.runtime import program_cache
+from maskfx.runtime.lora.patch import WeightPatch
 from maskfx.runtime.weights import Weights, checksum, state_of
-from tests.factories.quantized import EightBits, quantize
+from tests.factories.lora import merged, update_of
+from tests.factories.quantized import EightBits, pack_bitsandbytes, pack_gguf, quantize, unpacked
 from tests.factories.zoo import ZOO
 from tests.passes.tools import error
 
 FAMILIES = ["FluxTransformer2DModel", "UNet2DConditionModel-sd15"]
+PACKED = {"gguf": ("gguf", pack_gguf), "bitsandbytes": ("bitsandbytes", pack_bitsandbytes)}
 
 
 def check_edit(module: nn.Module, name: str, **how: Any) -> maskfx.CompiledDenoiser:
@@ -70,6 +73,72 @@ def test_quantized_weights_have_fingerprints() -> None:
     weight.integers.add_(1)
     assert checksum(weight) != before
     assert state_of(weight) != known
+
+
+def packed(name: str, kind: str) -> tuple[nn.Module, nn.Module]:
+    """A denoiser with packed weights, and one with the same numbers unpacked."""
+    package, pack = PACKED[kind]
+    pytest.importorskip(package, reason=f"{package} isn't installed")
+    module = ZOO[name].build()
+    names = pack(module)
+    assert len(names) > 10
+    return module, unpacked(module, ZOO[name].build(), names)
+
+
+@pytest.mark.parametrize("name", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", PACKED)
+def test_layers_that_unpack_their_weights_run_on_rows(name: str, kind: str) -> None:
+    module, _ = packed(name, kind)
+    [found] = check_edit(module, name).compilations
+    assert found.program is not None
+    assert not found.reasons
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_another_start_captures_no_packed_denoiser_again(kind: str, tmp_path: Path) -> None:
+    check_edit(packed(FAMILIES[0], kind)[0], FAMILIES[0], programs=tmp_path)
+    refuse = mock.Mock(side_effect=AssertionError("captured again"))
+    with mock.patch.object(program_cache, "capture", refuse):
+        check_edit(packed(FAMILIES[0], kind)[0], FAMILIES[0], programs=tmp_path)
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", PACKED)
+@torch.no_grad()
+def test_packed_layers_have_the_adapters_of_each_request(kind: str, compiles: bool) -> None:
+    name = FAMILIES[0]
+    module, plain = packed(name, kind)
+    inputs = ZOO[name].inputs(ZOO[name].sizes[0], 0)
+    denoiser = maskfx.compile(module, inductor=compiles)
+    sets = [(update_of(plain, 4, 1, 0.7),), (update_of(plain, 2, 2, 0.5),), ()]
+    wanted = [merged(plain, own)(**inputs) for own in sets]
+    assert error(wanted[0], wanted[2]) > 0.01
+    recorded = denoiser.step([maskfx.RecordStep(inputs, own) for own in sets])
+    mask = torch.zeros(denoiser.mask_shape(inputs), dtype=torch.bool)
+    mask.view(-1)[3:9] = True
+    edits = [
+        maskfx.EditStep(inputs, mask, cache, adapters=own)
+        for (_, cache), own in zip(recorded, sets, strict=True)
+    ]
+    found = denoiser.step([*edits, *(maskfx.DenseStep(inputs, own) for own in sets)])
+    for one, other in zip([*(r for r, _ in recorded), *found], wanted * 3, strict=True):
+        assert error(one, other) < 1e-5
+    with pytest.raises(maskfx.InputError, match="its weights are packed"):
+        WeightPatch(module).apply(sets[0])
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_weights_have_fingerprints(kind: str) -> None:
+    module, _ = packed(FAMILIES[0], kind)
+    weight: Any = next(p for p in module.parameters() if not p.is_floating_point())
+    before = Weights(module).fingerprint()
+    known = checksum(weight), state_of(weight)
+    for part in parts_of(weight).values():
+        part.view(-1).view(torch.uint8)[0] ^= 1
+        assert checksum(weight) != known[0]
+        assert state_of(weight) != known[1]
+        known = checksum(weight), state_of(weight)
+    assert Weights(module).fingerprint() != before
 
 
 @pytest.mark.slow

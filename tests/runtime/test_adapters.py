@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from maskfx.runtime.backends import inductor
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.serialize import decode, encode
 from maskfx.runtime.lora.adapter import LowRank, Updates, WeightedLayers
+from tests.factories.experts import Routed, Tokens, seeded
 from tests.factories.lora import layers_of, merged, update_of
 from tests.factories.zoo import ZOO
-from tests.passes.tools import error
+from tests.passes.tools import a_mask, error, tokens
 from tests.runtime.backends.test_inductor import MASKS, SIZES, Stack, inputs
 
 TOLERANCE = 1e-5
@@ -162,6 +164,25 @@ def test_what_a_batch_has_once_differs_between_members() -> None:
     check_members(maskfx.compile(module), module, [(one,), (other,), (), (one,)], odd_inputs)
 
 
+@torch.no_grad()
+def test_layers_inside_modules_that_stay_whole() -> None:
+    """Experts that route tokens by themselves: each member has its own updates of their layers."""
+    module = seeded(partial(Tokens, partial(Routed, "sorted")))
+    denoiser, given = maskfx.compile(module), tokens()
+    sets = [(update_of(module, 2, 1),), (update_of(module, 2, 2),), (), (update_of(module, 2, 1),)]
+    wanted = [merged(module, own)(**given) for own in sets]
+    assert error(wanted[0], wanted[2]) > 0.01
+    recorded = denoiser.step([RecordStep(given, own) for own in sets])
+    mask = a_mask(given)
+    edits = [
+        EditStep(given, mask, r[1], adapters=own) for r, own in zip(recorded, sets, strict=True)
+    ]
+    found = denoiser.step([*edits, *(DenseStep(given, own) for own in sets)])
+    for one, other in zip([*(r[0] for r in recorded), *found], wanted * 3, strict=True):
+        assert error(one, other) < TOLERANCE
+    assert denoiser.compilations[0].program is not None
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -171,6 +192,7 @@ def test_what_a_batch_has_once_differs_between_members() -> None:
         pytest.param("UNet2DConditionModel-residuals", marks=pytest.mark.slow),
         pytest.param("ControlNetModel", marks=pytest.mark.slow),
         pytest.param("FluxTransformer2DModel-control", marks=pytest.mark.slow),
+        pytest.param("HiDreamImageTransformer2DModel-experts", marks=pytest.mark.slow),
         pytest.param("SanaTransformer2DModel", marks=pytest.mark.slow),
         pytest.param("QwenImageTransformer2DModel", marks=pytest.mark.slow),
         pytest.param("ChromaTransformer2DModel", marks=pytest.mark.slow),

@@ -6,15 +6,18 @@ module aren't affected, and the module isn't changed: no hooks, and nothing to c
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from maskfx.runtime.lora.layers import AdapterSet, LayerUpdate
 
@@ -25,6 +28,7 @@ CONVOLUTIONS |= {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
 GROUPS = 6  # index of a convolution's argument
 BIAS = 2
 
+Place = tuple[int, int, LayerUpdate]  # the batch elements that an update is for: start, stop
 Members = Sequence[tuple[int, AdapterSet | None]]  # of each member: batch elements, adapters
 
 
@@ -57,13 +61,37 @@ class AdaptedCalls(TorchFunctionMode):
         super().__init__()
         self.total = sum(count for count, _ in members)
         self.several = len(members) > 1
-        self.updates: dict[int, list[tuple[int, int, LayerUpdate]]] = {}
+        self.updates: dict[int, list[Place]] = {}  # by the weight that functions get
+        self.packed: dict[int, list[Place]] = {}  # by the layer, whose weight they don't get
         start = 0
         for count, own in members:
             for update in () if own is None else own.layers:
                 place = start, start + count, update
-                self.updates.setdefault(id(update.weight), []).append(place)
+                if update.packed is None:
+                    self.updates.setdefault(id(update.weight), []).append(place)
+                else:
+                    self.packed.setdefault(id(update.packed), []).append(place)
             start += count
+        self._thread = threading.get_ident()
+        self._hook: RemovableHandle | None = None
+
+    def __enter__(self) -> AdaptedCalls:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        if self.packed:  # of all modules: none is changed, and other threads' calls are told apart
+            self._hook = register_module_forward_hook(self._after_layer)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+
+    def _after_layer(self, layer: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        """Return a packed layer's result with the members' terms; None for other modules."""
+        places = self.packed.get(id(layer))
+        if places is None or threading.get_ident() != self._thread:
+            return None
+        return self._with_terms(args[0], out, places, linear_term)
 
     def __torch_function__(
         self,
@@ -100,10 +128,8 @@ class AdaptedCalls(TorchFunctionMode):
         rows: Tensor = args[0]
         out: Tensor = func(*args, **kwargs)
 
-        def term(own: Tensor, update: LayerUpdate) -> Tensor:
-            return own @ update.down((), own).t() @ update.up(own)
-
-        return self._with_terms(rows, out, args, kwargs, term)
+        places = self.updates[id(argument(args, kwargs, 1, "weight", None))]
+        return self._with_terms(rows, out, places, linear_term)
 
     def _convolution(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -123,18 +149,16 @@ class AdaptedCalls(TorchFunctionMode):
             wide: Tensor = torch.tensordot(narrow, up, dims=([1], [1]))
             return wide.movedim(-1, 1)
 
-        return self._with_terms(args[0], func(*args, **kwargs), args, kwargs, term)
+        return self._with_terms(args[0], func(*args, **kwargs), self.updates[id(weight)], term)
 
     def _with_terms(
         self,
         rows: Tensor,
         out: Tensor,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        places: Sequence[Place],
         term: Callable[[Tensor, LayerUpdate], Tensor],
     ) -> Tensor:
         """Add each member's term to its part of a layer's result."""
-        places = self.updates[id(argument(args, kwargs, 1, "weight", None))]
         if not self.several:
             return out + term(rows, places[0][2])
         if not rows.dim() or rows.shape[0] % self.total:
@@ -145,6 +169,10 @@ class AdaptedCalls(TorchFunctionMode):
             own = slice(start * each, stop * each)
             out[own] += term(rows[own], update)
         return out
+
+
+def linear_term(rows: Tensor, update: LayerUpdate) -> Tensor:
+    return rows @ update.down((), rows).t() @ update.up(rows)
 
 
 def argument(

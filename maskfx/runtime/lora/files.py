@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from maskfx.errors import InputError
 from maskfx.runtime.lora.adapter import Adapter, Layers, LowRank
+from maskfx.runtime.lora.layers import weight_shape
 
 DOWN, UP, ALPHA = ".lora_A.weight", ".lora_B.weight", ".alpha"
 METADATA = "lora_adapter_metadata"  # under which diffusers stores peft's settings
@@ -180,7 +181,7 @@ def refuse_methods(name: str, tensors: Mapping[str, object]) -> None:
 def targets_of(module: nn.Module) -> dict[str, Shape]:
     """Return the shapes of the weights that a LoRA may update, by layer."""
     return {
-        layer: tuple(part.weight.shape)
+        layer: weight_shape(part)
         for layer, part in module.named_modules()
         if isinstance(part, (nn.Linear, nn.Conv2d)) and getattr(part, "groups", 1) == 1
     }

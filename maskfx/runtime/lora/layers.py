@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite
 
 import torch
 from torch import Tensor, nn
 
+from maskfx.compiler.artifact.graphs import place_of
 from maskfx.errors import InputError
 from maskfx.ir.lru import LruCache
+from maskfx.ir.values import is_wrapped
 from maskfx.runtime.lora.adapter import LowRank, Updates, WeightedLayers
 
 SETS = 64  # kept per module: checked sets of adapters
@@ -27,10 +29,12 @@ class LayerUpdate:
     Args:
         weight: the layer's weight.
         terms: each update, and the factor beside its scale.
+        packed: the layer, if its weight holds packed numbers: its result is added to.
     """
 
     weight: Tensor
     terms: tuple[tuple[LowRank, float], ...]
+    packed: nn.Linear | None = None
 
     @property
     def rank(self) -> int:
@@ -99,16 +103,46 @@ def check_updates(
 ) -> AdapterSet:
     """Check that the layers exist and the shapes fit; aliases of a layer are one."""
     terms: dict[int, list[tuple[LowRank, float]]] = {}
-    weights: dict[int, Tensor] = {}
+    found: dict[int, nn.Module] = {}
     for one in updates:
         if not isfinite(one.weight):
             raise InputError(f"adapters: weight={one.weight!r}: give a finite number")
         for path, layer in one.layers.items():
-            weight = check_layer(module, path, layer)
-            weights[id(weight)] = weight
-            terms.setdefault(id(weight), []).append((layer, float(one.weight)))
-    layers = tuple(LayerUpdate(weights[place], tuple(own)) for place, own in terms.items())
+            base = check_layer(module, path, layer)
+            found[id(base.weight)] = base
+            terms.setdefault(id(base.weight), []).append((layer, float(one.weight)))
+    layers = tuple(update_of(found[place], own) for place, own in terms.items())
     return AdapterSet(key, digests_of(updates), tuple(updates), layers)
+
+
+def update_of(layer: nn.Module, terms: Sequence[tuple[LowRank, float]]) -> LayerUpdate:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    packed = layer if isinstance(layer, nn.Linear) and is_packed(layer) else None
+    return LayerUpdate(weight, tuple(terms), packed)
+
+
+def is_packed(layer: nn.Module) -> bool:
+    """Return True for a linear layer whose weight holds packed numbers, as in GGUF files."""
+    weight = getattr(layer, "weight", None)
+    if not isinstance(layer, nn.Linear) or not isinstance(weight, Tensor):
+        return False
+    return not weight.is_floating_point() and not is_wrapped(weight)
+
+
+def weight_shape(layer: nn.Module) -> tuple[int, ...]:
+    """Return the shape of a layer's weight; of packed numbers, what they are unpacked to."""
+    if is_packed(layer):
+        assert isinstance(layer, nn.Linear)
+        return layer.out_features, layer.in_features
+    assert isinstance(layer.weight, Tensor)
+    return tuple(layer.weight.shape)
+
+
+def restricted(own: AdapterSet | None, places: Collection[Hashable]) -> AdapterSet | None:
+    """Return the part of a set that changes these weights (`place_of`); None if nothing does."""
+    layers = () if own is None else tuple(u for u in own.layers if place_of(u.weight) in places)
+    return replace(own, layers=layers) if own is not None and layers else None
 
 
 def joined_sets(sets: Sequence[AdapterSet]) -> AdapterSet:
@@ -121,8 +155,8 @@ def joined_sets(sets: Sequence[AdapterSet]) -> AdapterSet:
     )
 
 
-def check_layer(module: nn.Module, path: str, layer: LowRank) -> Tensor:
-    """Return the weight of the layer at `path`, which the update must fit."""
+def check_layer(module: nn.Module, path: str, layer: LowRank) -> nn.Module:
+    """Return the layer at `path`, which the update must fit."""
     where = f"adapters: layer {path!r} of {type(module).__name__}"
     try:
         found = module.get_submodule(path)
@@ -138,7 +172,7 @@ def check_layer(module: nn.Module, path: str, layer: LowRank) -> Tensor:
             f"{where} is a {type(found).__name__}; adapters change linear layers and convolutions: "
             "leave this layer out"
         )
-    wanted = tuple(weight.shape)
+    wanted = weight_shape(base)
     seen = (layer.up.shape[0], *layer.down.shape[1:])
     ranks = layer.down.shape[0], *layer.up.shape[1:]
     if seen != wanted or len(set(ranks)) != 1 or len(ranks) != 2:
@@ -147,4 +181,4 @@ def check_layer(module: nn.Module, path: str, layer: LowRank) -> Tensor:
             f"up {tuple(layer.up.shape)}; down must be (rank, {str(wanted[1:]).strip('()')}) and "
             f"up ({wanted[0]}, rank)"
         )
-    return weight
+    return base

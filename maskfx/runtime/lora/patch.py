@@ -54,6 +54,11 @@ class WeightPatch:
                     "first"
                 )
             layers = check_updates(self.module, acting, digests_of(acting)).layers
+            if any(update.packed is not None for update in layers):
+                raise InputError(
+                    f"{type(self.module).__name__}: its weights are packed (quantized), so updates "
+                    "can't be written into them; pass the adapters to each call"
+                )
             try:
                 for update in layers:
                     self._write(update.weight, update.whole())

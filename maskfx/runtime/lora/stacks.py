@@ -20,10 +20,15 @@ BUCKET = 8  # on a GPU ranks are padded to a multiple, as grouped products want 
 
 @dataclass(frozen=True, eq=False)
 class NamedSet:
-    """The adapters of a member, by the names of weights in its program's graph."""
+    """The adapters of a member, by the names of weights in its program's graph.
+
+    `inside` has the updates of layers of modules that stay whole: all members of a batch must have
+    the same.
+    """
 
     own: AdapterSet
     layers: Mapping[str, LayerUpdate]
+    inside: AdapterSet | None = None
 
 
 @dataclass
