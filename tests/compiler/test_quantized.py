@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 import maskfx
+from bench.packing import pack_bitsandbytes, pack_gguf
 from maskfx.ir.values import parts_of
 from maskfx.passes.context import get_attribute
 from maskfx.runtime import program_cache
 from maskfx.runtime.lora.patch import WeightPatch
 from maskfx.runtime.weights import Weights, checksum, state_of
 from tests.factories.lora import merged, update_of
-from tests.factories.quantized import EightBits, pack_bitsandbytes, pack_gguf, quantize, unpacked
+from tests.factories.quantized import EightBits, quantize, unpacked
 from tests.factories.zoo import ZOO
 from tests.passes.tools import error
 

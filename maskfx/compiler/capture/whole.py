@@ -31,7 +31,7 @@ from maskfx.ops.whole import Whole, run_whole
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
-FEW = 4  # fewer rows than these show little of whether a module computes each by itself
+FEW = 4  # fewer rows than these don't show whether a module computes each by itself
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def whole_of(part: nn.Module, call: Call) -> Whole | None:
 
 
 def several(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return enough rows to tell whether each counts by itself, other ones after a few."""
+    """Return the rows; a few are followed by others, so that it shows if a result mixes them."""
     if len(rows[0]) >= FEW:
         return list(rows)
     return [torch.cat([row * (1 - 0.1 * n) for n in range(FEW)]) for row in rows]

@@ -77,7 +77,7 @@ class AdaptedCalls(TorchFunctionMode):
 
     def __enter__(self) -> AdaptedCalls:
         super().__enter__()  # type: ignore[no-untyped-call]
-        if self.packed:  # of all modules: none is changed, and other threads' calls are told apart
+        if self.packed:  # of all modules, so that none is changed
             self._hook = register_module_forward_hook(self._after_layer)
         return self
 
