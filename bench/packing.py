@@ -56,3 +56,13 @@ def pack_bitsandbytes(module: nn.Module) -> list[str]:
 
 def linear_layers(module: nn.Module) -> list[tuple[str, nn.Linear]]:
     return [(name, part) for name, part in module.named_modules() if type(part) is nn.Linear]
+
+
+def pack_quanto(module: nn.Module) -> list[str]:
+    """Give linear layers weights of 8 bits; return the layers' names."""
+    from optimum import quanto
+
+    names = [name for name, _ in linear_layers(module)]
+    quanto.quantize(module, weights=quanto.qint8, include=names)
+    quanto.freeze(module)
+    return names

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import maskfx
-from bench.packing import pack_bitsandbytes, pack_gguf
-from maskfx.ir.values import parts_of
+from bench.packing import pack_bitsandbytes, pack_gguf, pack_quanto
+from maskfx.ir.values import PLAIN_TENSORS, parts_of
 from maskfx.passes.context import get_attribute
 from maskfx.runtime import program_cache
 from maskfx.runtime.lora.patch import WeightPatch
@@ -23,7 +23,11 @@ from tests.factories.zoo import ZOO
 from tests.passes.tools import error
 
 FAMILIES = ["FluxTransformer2DModel", "UNet2DConditionModel-sd15"]
-PACKED = {"gguf": ("gguf", pack_gguf), "bitsandbytes": ("bitsandbytes", pack_bitsandbytes)}
+PACKED = {
+    "gguf": ("gguf", pack_gguf),
+    "bitsandbytes": ("bitsandbytes", pack_bitsandbytes),
+    "quanto": ("optimum.quanto", pack_quanto),
+}
 
 
 def check_edit(module: nn.Module, name: str, **how: Any) -> maskfx.CompiledDenoiser:
@@ -131,7 +135,7 @@ def test_packed_layers_have_the_adapters_of_each_request(kind: str, compiles: bo
 @pytest.mark.parametrize("kind", PACKED)
 def test_packed_weights_have_fingerprints(kind: str) -> None:
     module, _ = packed(FAMILIES[0], kind)
-    weight: Any = next(p for p in module.parameters() if not p.is_floating_point())
+    weight: Any = next(p for p in module.parameters() if type(p) not in PLAIN_TENSORS)
     before = Weights(module).fingerprint()
     known = checksum(weight), state_of(weight)
     for part in parts_of(weight).values():

@@ -172,7 +172,7 @@ def exported_with(
         try:
             with whole.standing_in():
                 found = export_as_answered(whole.module, example, leaves, symbolic)
-            if not whole.add_counting(found[0].graph_module, example):
+            if not whole.add_opaque(found[0].graph_module, example):
                 return found
         except (Unexportable, torch.OutOfMemoryError, MemoryError):
             raise

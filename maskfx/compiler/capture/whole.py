@@ -20,6 +20,7 @@ from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -31,6 +32,7 @@ from maskfx.ops.whole import Whole, run_whole
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
+KNOWN = ("aten", "prim", "prims", "export", "higher_order", "maskfx")  # namespaces of operators
 FEW = 4  # fewer rows than these don't show whether a module computes each by itself
 
 
@@ -64,11 +66,15 @@ class WholeModules:
         """
         return self._add(kinds_in(error.__traceback__, self.module), inputs)
 
-    def add_counting(self, graph_module: nn.Module, inputs: Mapping[str, Any]) -> bool:
-        """Keep those modules whole whose values have sizes that depend on data, as `add` does."""
+    def add_opaque(self, graph_module: nn.Module, inputs: Mapping[str, Any]) -> bool:
+        """Keep those modules whole whose nodes no rule can read, as `add` does.
+
+        Their values have sizes that depend on data, or other packages define their operators.
+        """
         for part in graph_module.modules():
             for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
-                if makes_unknown_size(node) and self._add(kinds_of(node, self.module), inputs):
+                opaque = makes_unknown_size(node) or is_foreign(node)
+                if opaque and self._add(kinds_of(node, self.module), inputs):
                     return True
         return False
 
@@ -160,6 +166,11 @@ def kinds_of(node: fx.Node, module: nn.Module) -> list[type]:
 def makes_unknown_size(node: fx.Node) -> bool:
     """Return True for the first node whose sizes depend on data, not for those that follow."""
     return has_unknown_size(node) and not any(map(has_unknown_size, node.all_input_nodes))
+
+
+def is_foreign(node: fx.Node) -> bool:
+    """Return True for an operator that another package defines, such as a quantized product."""
+    return isinstance(node.target, OpOverload) and node.target.namespace not in KNOWN
 
 
 def has_unknown_size(node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from maskfx.errors import InputError
+from maskfx.ir.values import PLAIN_TENSORS
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.lora.layers import check_updates, digests_of
 
@@ -54,7 +55,7 @@ class WeightPatch:
                     "first"
                 )
             layers = check_updates(self.module, acting, digests_of(acting)).layers
-            if any(update.packed is not None for update in layers):
+            if any(type(update.weight) not in PLAIN_TENSORS for update in layers):
                 raise InputError(
                     f"{type(self.module).__name__}: its weights are packed (quantized), so updates "
                     "can't be written into them; pass the adapters to each call"
