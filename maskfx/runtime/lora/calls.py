@@ -1,7 +1,9 @@
 """Calls of a module, or of its captured graphs, with the adapters of the members of the call.
 
 Functions are intercepted in the calling thread while a call runs, so other threads that use the
-module aren't affected, and the module isn't changed: no hooks, and nothing to capture again.
+module aren't affected, and the module isn't changed: no hooks of its own, and nothing to capture
+again. Layers that unpack their weights themselves are found by a hook of all modules, while a call
+with updates of such layers runs.
 """
 
 from __future__ import annotations
