@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python -m bench.quantized
 
 Weights are packed as diffusers holds those of a GGUF file (8 bits, blocks of 32), or by
-bitsandbytes (4 bits, `nf4`) and quanto (8 bits) where these are installed. Both sides unpack all
-weights in each step, so an edit gains less than with plain weights, which stand beside it. Weights
-are random. Writes bench/results/quantized.json.
+bitsandbytes (4 bits, `nf4`) where it is installed. Both sides unpack all weights in each step, so
+an edit gains less than with plain weights, which stand beside it. Weights are random. Writes
+bench/results/quantized.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 
 import maskfx
 from bench import harness, masks, shapes
-from bench.packing import pack_bitsandbytes, pack_gguf, pack_quanto
+from bench.packing import pack_bitsandbytes, pack_gguf
 from bench.report import columns, times
 
 RATIOS = (0.05, 0.1, 0.2, 0.35)
@@ -30,7 +30,6 @@ PACKED: dict[str, tuple[str, Callable[[nn.Module], object]]] = {
     "plain": ("torch", lambda module: None),
     "gguf": ("gguf", pack_gguf),
     "bitsandbytes": ("bitsandbytes", pack_bitsandbytes),
-    "quanto": ("optimum", pack_quanto),
 }
 
 
