@@ -58,25 +58,6 @@ def open_objects(tree: object) -> str:
     return type(tree).__name__ if equals is object.__eq__ and not callable(tree) else ""
 
 
-def open_results(result: object) -> None:
-    """Let pytrees take apart the dataclasses and objects in a result."""
-    leaves = pytree.tree_leaves(result)
-    opened = [leaf for leaf in leaves if open_dataclass(type(leaf))]
-    if opened:
-        open_results(opened)
-    open_objects(result)
-
-
-def open_dataclass(kind: type) -> bool:
-    """Register a class with pytrees; return False if it is no dataclass, or registered."""
-    if not dataclasses.is_dataclass(kind) or kind in pytree.SUPPORTED_NODES:
-        return False
-    if not all(field.init for field in dataclasses.fields(kind)):
-        return False
-    pytree.register_dataclass(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
-    return True
-
-
 def made_object(result: object) -> str:
     """Return the type name of the first object in a result that belongs to its call, or "".
 
@@ -138,12 +119,6 @@ def has_attributes_alone(value: object) -> bool:
     if any(vars(base).get("__slots__") or base.__module__ == "builtins" for base in own):
         return False
     return bool(getattr(value, "__dict__", None)) and not callable(value)
-
-
-def open_class(kind: type) -> None:
-    """Let pytrees take apart the objects of a class that a tree is known to have."""
-    if not open_dataclass(kind):
-        open_kind(kind)
 
 
 def open_kind(kind: type) -> None:

@@ -28,8 +28,9 @@ class StepCount:
     def precedes(self, inputs: Mapping[str, object]) -> bool:
         """Return True for a call that hands an object on before the scheduler has its times."""
         open_objects(inputs)
-        held = holds_objects(pytree.tree_structure(dict(inputs)))
-        return held and not self._ended and not self.schedule.has_times()
+        if self._ended or self.schedule.has_times():
+            return False
+        return holds_objects(pytree.tree_structure(dict(inputs)))
 
     def begins_by_time(self, name: str, inputs: Mapping[str, object]) -> bool:
         """Return True if a step begins with this call, because the timestep changed."""

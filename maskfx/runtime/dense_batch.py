@@ -20,7 +20,7 @@ from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import MaskfxError
 from maskfx.ir.lru import LruCache
-from maskfx.ir.objects import holds_objects, open_results
+from maskfx.ir.objects import holds_objects, open_objects
 from maskfx.ir.values import Equality, copies, has_meta, same_constant, same_values
 from maskfx.runtime.lora.calls import adapted
 from maskfx.runtime.lora.layers import AdapterSet
@@ -162,7 +162,7 @@ class DenseBatcher:
         ]
         with adapted([(form.batch, own) for own in adapters]):
             output = self.module(**pytree.tree_unflatten(values, form.spec))
-        open_results(output)
+        open_objects(output)
         flat, spec = pytree.tree_flatten(output)
         parts = [
             [own.clone() for own in value.split(form.batch)]

@@ -217,7 +217,7 @@ class GraphRuns:
     def _packed(self, batch: Batch) -> frozenset[str]:
         """Return the inputs that kernels read as they are stored; a loader widens what it loads."""
         compiles = self.settings.inductor or self.source is not None
-        if batch.recording or compiles or self.loads.loader:
+        if batch.recording or compiles or self.loads.loader or batch.inside is not None:
             return frozenset()
         if not ops.has_kernels(batch.frame.device):
             return frozenset()
@@ -229,10 +229,10 @@ class GraphRuns:
         One made for more late inputs than there are gives the same results, so that what happens
         to arrive early compiles nothing.
         """
-        program, recording, late = batch.program, batch.recording, batch.late
-        pieces = pieces and not recording and self.replays.in_pieces(program, batch.frame.device)
         if batch.inside is not None:
             return self._uncompiled(batch)
+        program, recording, late = batch.program, batch.recording, batch.late
+        pieces = pieces and not recording and self.replays.in_pieces(program, batch.frame.device)
         for code, records, most, reads, cut in self.runners:
             known = (code, records, reads, cut)
             if known == (program.code, recording, packed, pieces) and late <= most:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from maskfx.ir.part_hooks import widened_type
-from maskfx.ir.values import parts_of
+from maskfx.ir.values import PLAIN_TENSORS, parts_of
 from maskfx.runtime.offload import whole_hook
 
 
@@ -38,7 +38,6 @@ class WeightChange(enum.Enum):
         return self in (WeightChange.NONE, WeightChange.MOVED)
 
 
-PLAIN = (Tensor, nn.Parameter)
 WORD, PARTS = 8, 64  # bytes that are summed as one number; sums of a tensor
 version_of = attrgetter("_version")
 
@@ -238,7 +237,7 @@ def samples_of(values: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return three numbers of each tensor, as views, by device and type."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for value in values:
-        if type(value) not in PLAIN or value.is_meta or value.is_quantized:
+        if type(value) not in PLAIN_TENSORS or value.is_meta or value.is_quantized:
             continue
         if not value.numel() or not value.is_contiguous():
             continue

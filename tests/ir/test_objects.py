@@ -17,7 +17,6 @@ from maskfx.ir.objects import (
     made_object,
     new_objects,
     open_objects,
-    open_results,
 )
 
 
@@ -180,9 +179,9 @@ def test_writes_are_noticed(kind: str) -> None:
 
 def test_a_result_with_an_object_belongs_to_its_call() -> None:
     result = {"sample": torch.ones(1), "pair": Pair(torch.ones(1), 2)}
-    open_results(result)
+    open_objects(result)
     assert made_object({"sample": torch.ones(1)}) == ""
     result["cache"] = Cache(torch.ones(1))
-    open_results(result)
+    open_objects(result)
     assert made_object(result) == "Cache"
     assert made_object({"held": Bare()}) == "Bare"

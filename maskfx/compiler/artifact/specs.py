@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiler.artifact.documents import SpecDocument
 from maskfx.compiler.artifact.plain import Unsavable
-from maskfx.ir.objects import open_class
+from maskfx.ir.objects import open_kind
 
 
 def spec_document(spec: pytree.TreeSpec) -> SpecDocument:
@@ -30,5 +30,5 @@ def read_spec(document: SpecDocument) -> pytree.TreeSpec:
         module = importlib.import_module(name)  # registers its classes
         for kind in vars(module).values():
             if isinstance(kind, type) and f'"{name}.{kind.__qualname__}"' in document["spec"]:
-                open_class(kind)
+                open_kind(kind)
     return pytree.treespec_loads(document["spec"])

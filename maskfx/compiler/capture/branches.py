@@ -29,7 +29,7 @@ from maskfx.compiler.capture.roles import Argument, observed_sizes
 from maskfx.errors import CaptureError
 from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.nodes import ancestors
-from maskfx.ir.objects import Watched, copy_tree, made_object, open_results
+from maskfx.ir.objects import Watched, copy_tree, made_object, open_objects
 
 
 class Unexportable(CaptureError):
@@ -156,7 +156,7 @@ def full_run(
         result = module(**inputs)
     if name := watched.written():
         raise Unexportable(f"it writes into its argument {name}")
-    open_results(result)
+    open_objects(result)
     if made := made_object(result):
         raise Unexportable(f"it returns an object of its own call ({made})")
     return found

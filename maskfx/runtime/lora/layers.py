@@ -6,6 +6,7 @@ import threading
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -116,13 +117,11 @@ def check_updates(
 
 
 def update_of(layer: nn.Module, terms: Sequence[tuple[LowRank, float]]) -> LayerUpdate:
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    packed = layer if isinstance(layer, nn.Linear) and is_packed(layer) else None
-    return LayerUpdate(weight, tuple(terms), packed)
+    assert isinstance(layer.weight, Tensor)
+    return LayerUpdate(layer.weight, tuple(terms), layer if is_packed(layer) else None)
 
 
-def is_packed(layer: nn.Module) -> bool:
+def is_packed(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Return True for a linear layer whose weight holds packed numbers, as in GGUF files."""
     weight = getattr(layer, "weight", None)
     if not isinstance(layer, nn.Linear) or not isinstance(weight, Tensor):
@@ -133,7 +132,6 @@ def is_packed(layer: nn.Module) -> bool:
 def weight_shape(layer: nn.Module) -> tuple[int, ...]:
     """Return the shape of a layer's weight; of packed numbers, what they are unpacked to."""
     if is_packed(layer):
-        assert isinstance(layer, nn.Linear)
         return layer.out_features, layer.in_features
     assert isinstance(layer.weight, Tensor)
     return tuple(layer.weight.shape)
