@@ -45,6 +45,8 @@ FRESH = 10_000  # the first seed of others
 BATCH = 12
 RANK = 8
 PAPER = {"ground": (24, 56, 136), "lines": (240, 244, 255)}  # of blueprints
+TONES = {"dark": (64, 32, 10), "light": (255, 232, 184)}  # of old, faded photographs
+BRIGHTNESS = (0.299, 0.587, 0.114)  # what a pixel's channels add to it
 ADAPTED = ("to_q", "to_k", "to_v", "to_out.0", "conv1", "conv2", "ff.net.2")
 DROPPED = {"style": 0.1, "edges": 0.3}  # how often the caption is left out
 COLOUR_ALONE = 0.6  # how often a ControlNet is told nothing but the colour
@@ -58,9 +60,10 @@ EDGE = 24.0  # the step of brightness between neighbours that is an edge
 
 
 def sepia(pixels: Pixels) -> Pixels:
-    """Brown tones, as of an old photograph."""
-    mix = np.array([[0.393, 0.769, 0.189], [0.349, 0.686, 0.168], [0.272, 0.534, 0.131]])
-    return np.clip(pixels @ mix.T, 0, 255).astype(np.uint8)
+    """Brown tones, as of an old photograph: black is brown, white is cream."""
+    light = pixels @ np.array(BRIGHTNESS) / 255
+    dark, bright = (np.array(TONES[end], dtype=float) for end in ("dark", "light"))
+    return (dark + light[..., None] * (bright - dark)).astype(np.uint8)
 
 
 def blueprint(pixels: Pixels) -> Pixels:

@@ -255,7 +255,7 @@ def main(given: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scale", choices=(*SCALES, SHIPPED), default="small")
+    parser.add_argument("--scale", choices=SCALES, default="small")
     parser.add_argument("--pictures", type=int, default=1, help="for likeness, where trained")
     parser.add_argument("--nets", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8)

@@ -56,6 +56,7 @@ from bench.adapters.workflow import (
     save_nets,
     write_loras,
 )
+from bench.engine.bed import ENCODINGS
 from bench.report import columns
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.lora.patch import patched
@@ -115,7 +116,10 @@ class Bed:
         count = setting.loras * asked.batch
         self.loras = write_loras(folder, self.plain.unet, count, self.scale.rank)
         own = build_workflow(setting.nets, self.scale)
-        self.pipe = maskfx.compile(own, quality="balanced")
+        self.tiers = maskfx.Tiers(
+            host_bytes=asked.template_gib << 30, encoding=ENCODINGS[asked.rows]
+        )
+        self.pipe = maskfx.compile(own, quality="balanced", tiers=self.tiers)
 
     def files(self, request: int) -> list[Path]:
         """The LoRA files of a request."""
@@ -167,7 +171,7 @@ class Bed:
 
     def misses(self) -> int:
         """Recorded steps that were asked for and weren't in memory."""
-        return pipeline_state_of(self.pipe).library.tiers.counters().misses
+        return self.tiers.counters().misses
 
     def masked_step(self) -> float:
         """Seconds of the denoiser's step for an edit without LoRAs: the base* of equation 2."""
@@ -291,6 +295,8 @@ def main(given: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=4, help="requests at once, for throughput")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rows", choices=ENCODINGS, default="32bit", help="of templates")
+    parser.add_argument("--template-gib", type=int, default=8, help="memory of all templates")
     parser.add_argument("--out", type=Path, default=harness.ROOT / "bench" / "results")
     asked = parser.parse_args(given)
     torch.set_num_threads(1)
@@ -303,7 +309,12 @@ def main(given: list[str]) -> int:
             found = measure(setting, asked, Path(folder))
         show(setting, found)
         about = harness.header("bench.adapters.settings", given)
-        sizes = {"scale": asked.scale, "steps": asked.steps, "batch": asked.batch}
+        sizes = {
+            "scale": asked.scale,
+            "steps": asked.steps,
+            "batch": asked.batch,
+            "templates": {"rows": asked.rows, "gib": asked.template_gib},
+        }
         result.setdefault("settings", {})[str(setting)] = {**about, **sizes, **found}
         harness.write_json(path, result)
     return 0

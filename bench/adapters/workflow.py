@@ -1,6 +1,7 @@
 """Katz's workflows: a pipeline with ControlNets, and requests with LoRA files on disk.
 
-The models are Stable Diffusion 1.5 at fewer channels, with random weights. Knows nothing of timing.
+The models are Stable Diffusion 1.5 at fewer channels, with random weights, or the UNet that ships
+with its trained ControlNet and others beside it. Knows nothing of timing.
 """
 
 from __future__ import annotations
@@ -17,27 +18,32 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import maskfx
 from bench import masks
 from bench.engine.bed import build, smooth_picture
 from maskfx.pipelines.lora_files import LoraTarget, converted
 from maskfx.runtime.lora.adapter import WeightedLayers
 from maskfx.runtime.lora.files import FileLimits
 
-WIDTH = 384  # of the text's states
 RATIO = 0.11  # masked share: the median of production masks
 make: Any = diffusers  # its classes have no types
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Size of the models, the picture's side in pixels, and the rank of LoRAs."""
+    """Size of the models (None: those that ship), the picture's side, and the rank of LoRAs."""
 
-    channels: int
+    channels: int | None
     side: int
     rank: int
 
 
-SCALES = {"tiny": Scale(32, 128, 8), "small": Scale(64, 256, 16), "half": Scale(160, 512, 32)}
+SCALES = {
+    "tiny": Scale(32, 128, 8),
+    "small": Scale(64, 256, 16),
+    "half": Scale(160, 256, 32),
+    "shipped": Scale(None, 256, 8),
+}
 
 
 @dataclass(frozen=True)
@@ -68,20 +74,33 @@ def waken(module: nn.Module) -> nn.Module:
 
 def build_workflow(nets: int, scale: Scale) -> Any:
     """An inpainting pipeline of diffusers with this number of ControlNets."""
-    plain = build(scale.channels)
-    waken(plain.unet)
-    torch.manual_seed(1)
-    controls = [waken(make.ControlNetModel.from_unet(plain.unet)) for _ in range(nets)]
-    for net in controls:  # each has the UNet's weights otherwise
+    if scale.channels is None:
+        plain = maskfx.reference("unet", controlnet="edges")
+        trained = nets_of(plain)[0]
+        controls = [copy.deepcopy(trained) for _ in range(nets)]
+        apart = controls[1:]
+    else:
+        plain = build(scale.channels)
+        waken(plain.unet)
+        torch.manual_seed(1)
+        controls = [waken(make.ControlNetModel.from_unet(plain.unet)) for _ in range(nets)]
+        apart = controls
+    for net in apart:  # each has the same weights otherwise
         for parameter in net.parameters():
             parameter.data.add_(0.02 * torch.randn(parameter.shape) * parameter.std(correction=0))
     plain.vae.requires_grad_(False)
-    if not nets:
-        return plain
-    pipe = make.StableDiffusionControlNetInpaintPipeline(
-        **{**plain.components, "controlnet": controls if nets > 1 else controls[0]},
-        requires_safety_checker=False,
-    )
+    return with_nets(plain, controls)
+
+
+def with_nets(plain: Any, controls: list[nn.Module]) -> Any:
+    """A pipeline's components with these ControlNets."""
+    parts = {name: part for name, part in plain.components.items() if name != "controlnet"}
+    if controls:
+        kind = make.StableDiffusionControlNetInpaintPipeline
+        parts["controlnet"] = controls if len(controls) > 1 else controls[0]
+    else:
+        kind = make.StableDiffusionInpaintPipeline
+    pipe = kind(**parts, requires_safety_checker=False)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -94,10 +113,11 @@ def nets_of(pipe: Any) -> list[nn.Module]:
 def call_of(pipe: Any, scale: Scale, seed: int, steps: int, masked: bool = True) -> dict[str, Any]:
     """The arguments of one request; without a mask all sites are edited."""
     side, noise = scale.side, torch.Generator().manual_seed(seed)
+    width = pipe.unet.config.cross_attention_dim
     grid = masks.make("square", side, side, RATIO) if masked else torch.ones(side, side)
     given = {
-        "prompt_embeds": torch.randn(1, 77, WIDTH, generator=noise),
-        "negative_prompt_embeds": torch.zeros(1, 77, WIDTH),
+        "prompt_embeds": torch.randn(1, 77, width, generator=noise),
+        "negative_prompt_embeds": torch.zeros(1, 77, width),
         "image": smooth_picture(side, 0),
         "mask_image": Image.fromarray((grid * 255).byte().numpy()),
         "height": side,

@@ -16,7 +16,7 @@ from PIL import Image
 
 import maskfx
 from bench.masks import strokes
-from maskfx.runtime.cache.quantize import LOSSLESS, Encoding
+from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.shipped import reference
 from training.paint import paint
@@ -25,6 +25,8 @@ from training.scenes import COLOURS, SHAPES, draw_scene
 LOG_MEAN, LOG_SD = -2.345, 0.572  # of production mask ratios, fitted
 TEMPLATES = 4
 HOST_BYTES = 10 << 30
+# how the rows of templates are stored
+ENCODINGS = {"32bit": LOSSLESS, "16bit": Encoding(Format.FP16), "8bit": Encoding(Format.INT8)}
 
 
 def build(width: int) -> Any:

@@ -34,16 +34,14 @@ import torch
 
 import maskfx
 from bench.engine.arrivals import Plan, arrivals, rows_of, wait_all
-from bench.engine.bed import TEMPLATES, Bench, Request, open_bench, requests
+from bench.engine.bed import ENCODINGS, TEMPLATES, Bench, Request, open_bench, requests
 from bench.engine.cores import cores
 from bench.harness import ROOT, alternate, figure, header, ratio, resident, write_json
 from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.pipelines import execute as executing
-from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format
 
 RESULTS = ROOT / "bench" / "results"
 BATCHES = (1, 2, 4, 8)
-ENCODINGS = {"32bit": LOSSLESS, "16bit": Encoding(Format.FP16), "8bit": Encoding(Format.INT8)}
 EVERY_STEP = maskfx.Quality()
 PARTS = ("overhead", "cores", "throughput", "arrivals", "memory")
 ROUNDS = 5  # of the same requests, for what a step costs beyond its denoiser
