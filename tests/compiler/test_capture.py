@@ -23,7 +23,7 @@ from maskfx.compiler.capture.roles import flatten, infer, observed_sizes
 from maskfx.errors import CaptureError, InputError
 from maskfx.ir.lanes import lane_of
 from maskfx.passes.context import get_attribute
-from tests.factories.zoo import ZOO, Size
+from tests.factories.zoo import ZOO, Draw, Size
 from tests.passes.tools import numbers
 
 Inputs = dict[str, Any]
@@ -87,6 +87,26 @@ def test_the_lanes_of_the_arguments() -> None:
     nodes = [n for n in found.module.graph.nodes if n.op == "placeholder"]
     lanes = [str(lane_of(n)) for n in nodes]
     assert lanes == ["[batch, 4, y0, x0]", "[batch]", "[batch, text:0, 6]"]
+
+
+class Apart(nn.Module):
+    """Two packed pictures of one size, which it never compares."""
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor, reference: Tensor) -> Tensor:
+        mine = hidden_states * timestep[:, None, None]
+        return torch.cat([mine, reference * 2], dim=1)[:, : hidden_states.shape[1]]
+
+
+def test_dimensions_of_one_role_have_one_symbol() -> None:
+    draw = Draw(0)
+    picture, other = draw.normal(2, 12, 4), draw.normal(2, 12, 4)
+    found = capture(
+        Apart(), {"hidden_states": picture, "timestep": torch.ones(2), "reference": other}
+    )
+    assert found.module is not None
+    nodes = [n for n in found.module.graph.nodes if n.op == "placeholder"]
+    assert str(nodes[2].meta["val"].shape[1]) == str(nodes[0].meta["val"].shape[1])
+    assert str(nodes[0].meta["val"].shape[1]) == str(found.symbols["tokens"])
 
 
 def test_weights_are_the_modules_own() -> None:

@@ -5,15 +5,20 @@ from functools import partial
 from typing import Any
 
 import diffusers
+import torch
 
 from tests.factories.pipelines import (
     SIDE,
+    TEXT,
     Arguments,
     Kind,
     control_net,
+    flow,
     flux,
     flux2,
+    flux2_vae,
     qwen,
+    qwen_vae,
     register,
     sd3,
     sdxl,
@@ -23,7 +28,7 @@ from tests.factories.pipelines import (
     z_image,
     z_image_text,
 )
-from tests.factories.zoo import SDXL
+from tests.factories.zoo import CROSS, FLUX, HEADS, PACKED_CHANNELS, SDXL, Draw, only, tiny
 
 WITHOUT = ("text_encoder", "ip_adapter")  # blocks whose results the calls here pass themselves
 
@@ -135,4 +140,107 @@ add(
     "image",
     partial(modular_of, "ZImageAutoBlocks", z_image),
     partial(usual, text=z_image_text, strength=0.7),
+)
+
+
+# Flux 3: its prompt is rewritten by a language model first, and encoded by another
+
+
+def flux3(**changed: Any) -> Arguments:
+    net = tiny(
+        "Flux3Transformer2DModel",
+        **only(
+            FLUX,
+            "pooled_projection_dim",
+            "guidance_embeds",
+            cond_in_channels=PACKED_CHANNELS,
+            timestep_channels=16,
+            num_layers=1,
+            axes_dims_rope=(4, 4, 4, 4),
+            **changed,
+        ),
+    )
+    return {"vae": flux2_vae(), "transformer": net, "scheduler": flow()}
+
+
+UPSAMPLED = ("prompt_upsampler", "text_encoder")
+add(
+    "Flux3ModularPipeline",
+    "reference",
+    partial(modular_of, "Flux3AutoBlocks", flux3, UPSAMPLED),
+    partial(usual, text=text_of, height=64, width=64),
+    64,
+)
+add(
+    "Flux3DistilledModularPipeline",
+    "reference",
+    partial(modular_of, "Flux3DistilledAutoBlocks", partial(flux3, flow_map=True), UPSAMPLED),
+    partial(usual, text=partial(text_of, negative=False), height=64, width=64),
+    64,
+)
+
+
+# Anima: a text conditioner between the text encoder and the transformer
+
+
+def anima() -> Arguments:
+    net = tiny(
+        "CosmosTransformer3DModel",
+        **HEADS,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        mlp_ratio=2.0,
+        text_embed_dim=CROSS,
+        adaln_lora_dim=8,
+        max_size=(4, 32, 32),
+        concat_padding_mask=False,  # resizing that mask takes torchvision
+        extra_pos_embed_type="learnable",
+    )
+    conditioner = tiny(
+        "AnimaTextConditioner",
+        source_dim=CROSS,
+        target_dim=CROSS,
+        model_dim=CROSS,
+        num_layers=1,
+        num_attention_heads=2,
+        target_vocab_size=100,
+        min_sequence_length=TEXT,
+    )
+    parts = {"vae": qwen_vae(1), "transformer": net, "scheduler": flow()}
+    return {**parts, "text_conditioner": conditioner}
+
+
+def anima_text(seed: int) -> Arguments:
+    draw, words = Draw(seed), torch.ones(1, TEXT, dtype=torch.long)
+    found: Arguments = {}
+    for sign in ("", "negative_"):
+        found[f"{sign}qwen_prompt_embeds"] = draw.normal(1, TEXT, CROSS)
+        found[f"{sign}qwen_attention_mask"] = words
+        found[f"{sign}t5_input_ids"] = words * (2 + seed % 7)
+        found[f"{sign}t5_attention_mask"] = words
+    return found
+
+
+add(
+    "AnimaModularPipeline",
+    "image",
+    partial(modular_of, "AnimaAutoBlocks", anima),
+    partial(usual, text=anima_text, strength=0.7),
+)
+
+# Qwen-Image's editors enlarge the picture to a million pixels: 1024 tokens here
+add(
+    "QwenImageEditModularPipeline",
+    "blend",
+    partial(modular_of, "QwenImageEditAutoBlocks", partial(qwen, 4)),
+    partial(usual, text=partial(text_of, mask=True), height=1024, width=1024, strength=1.0),
+    1024,
+)
+add(
+    "QwenImageEditPlusModularPipeline",
+    "reference",
+    partial(modular_of, "QwenImageEditPlusAutoBlocks", partial(qwen, 4)),
+    partial(usual, text=partial(text_of, mask=True), height=256, width=256),
+    256,
 )

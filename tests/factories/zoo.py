@@ -958,6 +958,23 @@ def ideogram_inputs(size: Size, seed: int) -> dict[str, Any]:
     }
 
 
+def flux3_inputs(
+    size: Size, seed: int, *, reference: Size | None = None, jumps: bool = False
+) -> dict[str, Any]:
+    """Inputs of Flux 3 with a reference picture, as large as the picture unless told.
+
+    Each picture attends to itself before the two meet.
+    """
+    draw, other = Draw(seed + 1), reference or size
+    tokens = other.height * other.width
+    arguments = flux_inputs(size, seed, pooled_text=False, guidance=False, axes=4)
+    arguments["image_cond_hidden_states"] = draw.normal(size.batch, tokens, PACKED_CHANNELS)
+    arguments["image_cond_ids"] = grid_ids(other, 4, first=1)
+    if jumps:
+        arguments["target_timestep"] = draw.uniform(size.batch, high=0.01)
+    return arguments
+
+
 def add_other_packed() -> None:
     """Transformers outside the named set that take packed tokens."""
     other = partial(add, mask_shape=packed, sizes=TOKEN_SIZES, text_first=True)
@@ -967,9 +984,14 @@ def add_other_packed() -> None:
     other("BriaFiboTransformer2DModel", fibo_inputs, only(no_pool, text_encoder_dim=24))
     other("LongCatImageTransformer2DModel", bare, no_pool)
     other("OvisImageTransformer2DModel", bare, only(no_pool, out_channels=PACKED_CHANNELS))
-    other("Flux3Transformer2DModel", partial(bare, axes=4),
-          only(no_pool, cond_in_channels=PACKED_CHANNELS, timestep_channels=16, num_layers=1,
-               axes_dims_rope=(4, 4, 4, 4)))
+    flux3 = only(no_pool, cond_in_channels=PACKED_CHANNELS, timestep_channels=16, num_layers=1,
+                 axes_dims_rope=(4, 4, 4, 4))
+    other("Flux3Transformer2DModel", partial(bare, axes=4), flux3)
+    other("Flux3Transformer2DModel-referenced", flux3_inputs, flux3)
+    other("Flux3Transformer2DModel-distilled",
+          partial(flux3_inputs, reference=Size(1, 5, 3), jumps=True), only(flux3, flow_map=True))
+    other("Flux3Transformer2DModel-jumping", partial(flux3_inputs, jumps=True),
+          only(flux3, flow_map=True))
     other("FluxControlNetModel", flux_control_inputs, FLUX)
     other("FluxControlNetModel-union", partial(flux_control_inputs, modes=4),
           only(FLUX, num_mode=4))

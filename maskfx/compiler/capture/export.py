@@ -250,6 +250,7 @@ def export(
         Selections(),
         KnownNumbers(),
         written_out_attention(),
+        equal_sizes(module, leaves),
     ):
         program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
         if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
@@ -268,6 +269,28 @@ def nested(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
     if spec.type in OPENED:
         return parts
     return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)
+
+
+@contextlib.contextmanager
+def equal_sizes(module: torch.nn.Module, leaves: Sequence[Argument]) -> Iterator[None]:
+    """Give dimensions of one role one symbol, also where the module never compares them."""
+
+    def compare(_: torch.nn.Module, args: object, kwargs: Mapping[str, object]) -> None:
+        values = pytree.tree_leaves(dict(kwargs))
+        if len(values) != len(leaves):
+            return
+        seen: dict[str, Any] = {}
+        for leaf, value in zip(leaves, values, strict=True):
+            shape = value.shape if isinstance(value, torch.Tensor) else ()
+            for role, size in zip(leaf.roles, shape, strict=True) if shape else ():
+                if role and isinstance(seen.setdefault(role, size), torch.SymInt):
+                    torch._check(size == seen[role])
+
+    hook = module.register_forward_pre_hook(compare, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextlib.contextmanager
