@@ -27,6 +27,7 @@ from maskfx.engine.step_runner import Step, StepRunner
 from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState, Told
 from maskfx.errors import Closed, InputError
 from maskfx.pipelines.compile import pipeline_state_of, read_ahead, template
+from maskfx.pipelines.encoder_cache import REMEMBER
 from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.run import DenoiserCall
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")  # a pipeline
 
-REMEMBER = 64 << 20
 ENDED = "the engine is closed; make another one"
 
 
@@ -54,7 +54,7 @@ class Engine:
         queue: maximum number of requests waiting besides; `submit` raises `Busy` beyond it.
         outside: where encoders, VAE and image codecs run (`maskfx.engine.placement`); defaults
             to the requests' threads.
-        remember: bytes of encoder outputs to cache (`maskfx.engine.encoder_cache`); 0 disables
+        remember: bytes of encoder outputs to cache (`maskfx.pipelines.encoder_cache`); 0 disables
             the cache.
         own_process: names of denoisers, such as "controlnet", that are each computed in a process
             of their own, beside the steps of the others and shared by all pipelines that have it.

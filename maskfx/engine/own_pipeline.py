@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
+from torch import nn
+
 from maskfx.engine.admission import Admission
-from maskfx.engine.encoder_cache import EncoderCache
-from maskfx.engine.placement import Placement
+from maskfx.engine.placement import Placement, RemoteModule, parts_around
 from maskfx.engine.step_runner import StepRunner
 from maskfx.engine.ticket import Ticket
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.engine.turns import Turns
 from maskfx.pipelines.alterations import alters_modules
 from maskfx.pipelines.compile import KEPT, pipeline_state_of
+from maskfx.pipelines.encoder_cache import EncoderCache
 from maskfx.pipelines.guiders import is_guider
 from maskfx.pipelines.pipeline import is_inner
 from maskfx.pipelines.run import DenoiserCall
@@ -70,14 +73,30 @@ class OwnPipelines:
             patches=ticket.patches,
             execute=lambda calls: self._park(own, ticket, calls),
             wait=self._wait_of(ticket),
+            encoders=None,  # the engine has a cache of its own
         )
         self._runner.adopt(ticket, state.denoisers)
         self._outside.adopt(own, state.denoisers)
-        self._remembered.adopt(own, state.denoisers)
+        remember_encoders(own, state.denoisers, self._remembered)
         return own
 
     def _wait_of(self, ticket: Ticket) -> Wait:
         return lambda waiting: self._requests.step_aside(ticket, waiting)
+
+
+def remember_encoders(pipe: object, denoisers: Mapping[str, object], cache: EncoderCache) -> None:
+    """Route the encoder calls of a request's pipeline copy through a cache."""
+    for name, part in parts_around(pipe, denoisers).items():
+        if cache.most and isinstance(part, nn.Module):
+            run = getattr(part, "maskfx_run", run_here)
+            own = getattr(part, "maskfx_part", part)
+            pipe.__dict__[name] = RemoteModule(own, partial(cache.ask, run))
+
+
+def run_here(
+    part: nn.Module, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> object:
+    return getattr(part, method)(*args, **kwargs)
 
 
 def copy_over(pipe: T, tokenizing: threading.RLock, copied: dict[int, object] | None = None) -> T:

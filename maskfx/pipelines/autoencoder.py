@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from maskfx.errors import CacheError
 from maskfx.pipelines.call_handler import CallHandler, CallPart
 from maskfx.pipelines.call_policy import CallPosition
-from maskfx.pipelines.deferred import force_all
+from maskfx.pipelines.deferred import force_all, pending_in
+from maskfx.pipelines.encoder_cache import EncoderCache
 from maskfx.pipelines.masks import grown
-from maskfx.pipelines.stand_in import installed, is_denoiser, is_hooked
+from maskfx.pipelines.stand_in import MethodCall, installed, is_denoiser, is_hooked
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.offload import whole_hook
@@ -139,17 +140,19 @@ def edit_of(cache: StepCache, inputs: Mapping[str, Any]) -> EditStep | None:
 
 @dataclass
 class AutoencoderCalls:
-    """The calls of autoencoders in one run. They run in the request's thread, at once.
+    """The calls of autoencoders and encoders in one run, in the request's thread, at once.
 
     Args:
         methods: The compiled methods by name.
         handler: Chooses what a call becomes.
         notes: Receives the calls that can't be narrowed, for `explain()`.
+        encoders: Keeps outputs of encoders; None where nothing is kept.
     """
 
     methods: Mapping[str, CompiledDenoiser]
     handler: CallHandler
     notes: Counter[str]
+    encoders: EncoderCache | None = None
     _counts: Counter[str] = field(default_factory=Counter)
     _places: dict[str, object] = field(default_factory=dict)  # of weights, as the run began
 
@@ -160,8 +163,8 @@ class AutoencoderCalls:
         """Return True if a call may be narrowed or recorded."""
         return self.handler.codes and self._name(autoencoder, method) is not None
 
-    def code(self, autoencoder: nn.Module, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Return the result of a call; None if the autoencoder itself shall run.
+    def code(self, autoencoder: nn.Module, method: str, call: MethodCall) -> Any:
+        """Return the result of a call that is narrowed or recorded; None for another one.
 
         A call's position is the number of the method's calls before it, at step 0. Its branch names
         the method too: both methods have the same weights, which the key of a recording holds.
@@ -171,7 +174,7 @@ class AutoencoderCalls:
             return None
         position = CallPosition(name, 0, f"{method} {self._counts[name]}")
         self._counts[name] += 1
-        given = force_all(dict(arguments))
+        given = force_all(call.arguments)
         sample, compiled = input_of(given), self.methods[name]
         module = method_of(compiled)
         why = module.refusal(self._places[name])
@@ -193,6 +196,16 @@ class AutoencoderCalls:
             compiled.plain(**step.inputs)
         assert module.form is not None
         return module.form.built(output, bool(given.get("return_dict", True)))
+
+    def kept(self, part: nn.Module, method: str, call: MethodCall) -> Any:
+        """Return an encoder's output, kept of an earlier call or new; None if none are kept."""
+        if self.encoders is None or pending_in((call.args, call.kwargs)):
+            return None
+
+        def run(_: object, __: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
+            return call.original(*args, **kwargs)
+
+        return self.encoders.ask(run, part, method, call.args, call.kwargs)
 
     def _name(self, autoencoder: nn.Module, method: str) -> str | None:
         for name, compiled in self.methods.items():

@@ -309,7 +309,8 @@ class PipelineCall:
         state = self.state
         adapted = {name for one in self.adapters.items for name in one.adapter.parts}
         methods = {n: c for n, c in state.autoencoders.items() if n.split(".")[0] not in adapted}
-        coding = AutoencoderCalls(methods, handler, state.notes)
+        kept = None if state.encoders is None else state.encoders.cache
+        coding = AutoencoderCalls(methods, handler, state.notes, kept)
         late = LateResults() if self.quality.control == "late" and not handler.records else None
         rows = None
         if self.quality.parallel == "late" and not handler.records:

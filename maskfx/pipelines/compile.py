@@ -22,6 +22,7 @@ from maskfx.ir import progress
 from maskfx.pipelines.autoencoder import find_methods, method_of, same_method
 from maskfx.pipelines.call import PipelineCall, template_name
 from maskfx.pipelines.check_settings import check_budget, check_costs
+from maskfx.pipelines.encoder_cache import REMEMBER, EncoderCache, Encoders
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.interception import bars_disabled
 from maskfx.pipelines.late_lora import Loras
@@ -216,6 +217,7 @@ def compile_pipeline(
     costs: Mapping[str, Costs] | None = None,
     adapters: Adapters | None = None,
     patch_bytes: int = PATCH_BYTES,
+    remember: int = REMEMBER,
 ) -> Any:
     """Compile a pipeline and return the same object; if its denoiser is None, it runs unchanged.
 
@@ -236,6 +238,8 @@ def compile_pipeline(
         adapters: The LoRA files that calls may name (`lora=`). By default calls name files by path.
         patch_bytes: Bytes of the rows that requests keep from step to step (`Quality.patches`). A
             request that doesn't fit beside the others runs in full.
+        remember: Bytes of the outputs of encoders (of texts and pictures) to keep, so that calls
+            with the same text or picture encode it once; 0 keeps none.
 
     Where loads are planned (`Settings.plans`), each step follows the plan with the shortest
     predicted time. A plan never changes an image.
@@ -261,7 +265,7 @@ def compile_pipeline(
             "module itself to maskfx.compile()"
         )
     check_costs(costs or {}, modules, settings)
-    usual = Quality.of(quality)
+    usual, kept = Quality.of(quality), EncoderCache(remember)
     if usual.patches is not None and settings.mode == "mask_cache":
         settings = replace(settings, stretches=True)
     tiers = tiers or Tiers(host_bytes=int(min(HOST_BYTES, free_memory(CPU) / 2)))
@@ -289,6 +293,9 @@ def compile_pipeline(
     if adapters is not None:
         state.adapters = lambda: adapters
     state.pool = RollingPool(patch_bytes, PATCH_REQUESTS)
+    if settings.mode != "dense" and kept.most:
+        state.encoders = Encoders(kept)
+        state.encoders.adopt(pipe.components, list(modules.values()))
     namespace = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -342,6 +349,8 @@ def decompile(pipe: Any) -> Any:
         remove(denoiser.module)
     for method in map(method_of, state.autoencoders.values()):
         remove(method.autoencoder, method.method)
+    if state.encoders is not None:
+        state.encoders.remove()
     pipe.__class__ = type(pipe).maskfx_original
     return pipe
 

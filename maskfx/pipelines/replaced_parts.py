@@ -20,6 +20,8 @@ def with_part(state: PipelineState, name: str, part: object) -> PipelineState:
     It is the same state if no denoiser or autoencoder is replaced. New ones are compiled with the
     settings of those that were there; templates of other parts keep their captures.
     """
+    if state.encoders is not None:
+        state.encoders.adopt({name: part}, list(find_denoisers({name: part}).values()))
     denoisers, autoencoders = dict(state.denoisers), dict(state.autoencoders)
     nets = {key: denoisers.pop(key) for key in state.denoisers if is_of(key, name)}
     coders = {key: autoencoders.pop(key) for key in state.autoencoders if is_of(key, name)}

@@ -52,7 +52,7 @@ from maskfx.pipelines.lora import CallAdapters, suspended
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.pipeline import StepOutput
 from maskfx.pipelines.schedule import RunSchedule, latents_of, with_latents
-from maskfx.pipelines.stand_in import Hooks, computing
+from maskfx.pipelines.stand_in import Hooks, MethodCall, computing
 from maskfx.pipelines.step_count import BY_TIME, StepCount
 from maskfx.pipelines.waiting import Wait, wait_uninterrupted
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -266,12 +266,13 @@ class PipelineRun:
         call.inputs = own_inputs(call.inputs)
         return deferred_like(self.shapes[key], device_of(inputs), self.ledger, call)
 
-    def code(self, autoencoder: nn.Module, method: str, arguments: dict[str, Any]) -> Any:
-        """Return the result of an autoencoder's call; None if the autoencoder itself shall run."""
+    def code(self, part: nn.Module, method: str, call: MethodCall) -> Any:
+        """Return the result of an autoencoder's or encoder's call; None if it shall run itself."""
         if self.coding is None:
             return None
         with suspended():
-            return self.coding.code(autoencoder, method, arguments)
+            found = self.coding.code(part, method, call)
+        return self.coding.kept(part, method, call) if found is None else found
 
     def codes(self, autoencoder: nn.Module, method: str) -> bool:
         """Return True if `code` may return a result."""

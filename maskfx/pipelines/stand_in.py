@@ -46,9 +46,23 @@ class CallReceiver(Protocol):
         """Return True if `code` may return a result."""
         ...
 
-    def code(self, autoencoder: nn.Module, method: str, arguments: dict[str, Any]) -> Any:
-        """Return the result of an autoencoder's call; None if the method itself shall run."""
+    def code(self, part: nn.Module, method: str, call: MethodCall) -> Any:
+        """Return the result of an autoencoder's or encoder's call; None if it shall run itself."""
         ...
+
+
+@dataclass(frozen=True)
+class MethodCall:
+    """A call of a part's own method."""
+
+    original: Callable[..., Any]
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """The arguments by name."""
+        return named_arguments(inspect.signature(self.original), self.args, self.kwargs)
 
 
 CURRENT: ContextVar[CallReceiver | None] = ContextVar("maskfx run", default=None)
@@ -159,10 +173,10 @@ class StandIn:
     users: int = 0
 
 
-def install(module: nn.Module, method: str = "forward") -> None:
-    """Dispatch calls of a module, or of an autoencoder's method, to the current run."""
+def install(module: nn.Module, method: str = "forward", denoises: bool = True) -> None:
+    """Dispatch calls of a denoiser, or of a method of a part that is none, to the current run."""
     standin = installed(module, method)
-    if standin is None and method == "forward":
+    if standin is None and method == "forward" and denoises:
         standin = replace_method(module, method, dispatching_forward)
         replace_method(module, HOOKED_CALL, call_with_hooks_once)
     elif standin is None:
@@ -274,19 +288,14 @@ def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., ob
     return forward
 
 
-def dispatching_method(
-    autoencoder: nn.Module, standin: StandIn, method: str
-) -> Callable[..., object]:
+def dispatching_method(part: nn.Module, standin: StandIn, method: str) -> Callable[..., object]:
     """Return a method that dispatches to the current run, which may decline the call."""
     original = standin.original
-    signature = inspect.signature(original)
 
     @untraced
     def dispatch(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         run = CURRENT.get()
-        if run is None:
-            return None
-        return run.code(autoencoder, method, named_arguments(signature, args, kwargs))
+        return None if run is None else run.code(part, method, MethodCall(original, args, kwargs))
 
     @functools.wraps(original)
     def called(*args: object, **kwargs: object) -> object:

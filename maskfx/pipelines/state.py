@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from maskfx.ir.module_settings import KnownSettings, RunSettings, Switches
+from maskfx.pipelines.encoder_cache import Encoders
 from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.pipeline import Pipeline
@@ -67,6 +68,7 @@ class PipelineState:
     quality: Quality
     execute: Execute
     autoencoders: Mapping[str, CompiledDenoiser] = field(default_factory=dict)  # by method
+    encoders: Encoders | None = None  # those whose outputs calls keep; None in an engine
     wait: Wait = wait_uninterrupted  # how a request waits for a recording by another request
     fingerprint: PipelineFingerprint = field(default_factory=PipelineFingerprint)
     shapes: Shapes = field(default_factory=dict)

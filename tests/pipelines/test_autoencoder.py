@@ -29,6 +29,7 @@ from maskfx.pipelines.autoencoder import (
 from maskfx.pipelines.call_handler import CallPart, RecordHandler
 from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.stand_in import MethodCall
 from maskfx.pipelines.template_library import CODED_SHARE, TemplateLibrary
 from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.cache.tiers import Tiers
@@ -252,7 +253,9 @@ def refused(made: nn.Module, change: Any) -> list[str]:
     handler = mock.Mock(codes=True)
     calls = AutoencoderCalls({"vae.decode": compiled}, handler, notes)
     change()
-    assert calls.code(made, "decode", {"z": torch.zeros(1, 4, 16, 16)}) is None
+    own: Any = made.decode
+    call = MethodCall(own, (torch.zeros(1, 4, 16, 16),), {})
+    assert calls.code(made, "decode", call) is None
     handler.code.assert_not_called()
     assert not compiled.compilations
     return list(notes)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import maskfx
 from maskfx.pipelines.compile import is_compiled
 from maskfx.pipelines.stand_in import (
+    MethodCall,
     computing,
     find_denoisers,
     install,
@@ -212,7 +213,7 @@ class Caller:
     def codes(self, autoencoder: nn.Module, method: str) -> bool:
         return True
 
-    def code(self, autoencoder: nn.Module, method: str, arguments: dict[str, Any]) -> Any:
+    def code(self, part: nn.Module, method: str, call: MethodCall) -> Any:
         self.traced.append(torch.compiler.is_dynamo_compiling())
 
 

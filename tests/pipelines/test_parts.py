@@ -30,7 +30,15 @@ from maskfx.pipelines.masks import (
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording_attempts import KNOWN
 from maskfx.pipelines.run import PipelineRun
-from maskfx.pipelines.stand_in import find_denoisers, install, installed, is_hooked, remove, running
+from maskfx.pipelines.stand_in import (
+    MethodCall,
+    find_denoisers,
+    install,
+    installed,
+    is_hooked,
+    remove,
+    running,
+)
 from maskfx.pipelines.state import PipelineState
 from maskfx.pipelines.template_key import (
     PipelineFingerprint,
@@ -404,7 +412,7 @@ class Caller:
     def codes(self, autoencoder: nn.Module, method: str) -> bool:
         return False
 
-    def code(self, autoencoder: nn.Module, method: str, arguments: dict[str, Any]) -> Any:
+    def code(self, part: nn.Module, method: str, call: MethodCall) -> Any:
         return None
 
 

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import maskfx
-from maskfx.engine.engine import REMEMBER, Engine
+from maskfx.engine.engine import Engine
 from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.engine.placement import Placement
 from maskfx.engine.step_runner import Step
 from maskfx.errors import Cancelled, InputError
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.encoder_cache import REMEMBER
 from maskfx.pipelines.masks import margin_sites
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.runtime.cpu_threads import give_back, sharing_cores

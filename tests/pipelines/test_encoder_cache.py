@@ -1,18 +1,23 @@
 """Encoders' answers, remembered: asked once for the same, again for anything else."""
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import maskfx
-from maskfx.engine.encoder_cache import EncoderCache, is_function
+from maskfx.engine.own_pipeline import remember_encoders
 from maskfx.errors import InputError
+from maskfx.pipelines.encoder_cache import EncoderCache, is_function
+from maskfx.pipelines.stand_in import installed
 from tests.engine.test_engine import call, pipeline
+from tests.factories.pipelines import PIPES, call_of, square
 
 
 class Encoder(nn.Module):
@@ -52,7 +57,7 @@ def no_grad() -> Any:
 def told(encoder: Encoder, most: int = 1 << 20) -> Any:
     """The encoder as a request's pipeline has it."""
     pipe = SimpleNamespace(vae=encoder)
-    EncoderCache(most).adopt(pipe, {})
+    remember_encoders(pipe, {}, EncoderCache(most))
     return pipe.vae
 
 
@@ -64,6 +69,13 @@ def test_the_same_is_asked_once(encoder: Encoder) -> None:
     own.encode(picture + 1)
     own(picture)
     assert encoder.calls == 3, "another picture, another method"
+
+
+def test_what_a_mask_hides_is_the_same_in_all_pictures(encoder: Encoder) -> None:
+    own = told(encoder)
+    for picture in (torch.ones(4), -torch.ones(4)):
+        own.encode(picture * torch.zeros(4))
+    assert encoder.calls == 1
 
 
 def test_an_answer_may_be_written_into(encoder: Encoder) -> None:
@@ -132,7 +144,7 @@ def test_decoders_are_asked_each_time(encoder: Encoder) -> None:
 def test_the_oldest_answer_goes(encoder: Encoder) -> None:
     remembered = EncoderCache(2 * 16)  # two pictures of four numbers
     pipe = SimpleNamespace(vae=encoder)
-    remembered.adopt(pipe, {})
+    remember_encoders(pipe, {}, remembered)
     a, b, c = torch.randn(3, 4)
     for picture in (a, b, a, c):  # b is the oldest
         pipe.vae.encode(picture)
@@ -150,7 +162,7 @@ def test_no_answers_no_part_is_held(encoder: Encoder) -> None:
     remembered = EncoderCache(16)
     for part in (encoder, Encoder()):
         pipe = SimpleNamespace(vae=part)
-        remembered.adopt(pipe, {})
+        remember_encoders(pipe, {}, remembered)
         pipe.vae.encode(torch.ones(4))
     assert len(remembered._watches) == 1
 
@@ -177,3 +189,66 @@ def test_an_engine_encodes_a_picture_once(remember: int, monkeypatch: pytest.Mon
         found = [engine.submit(pipe, **call(1)).result(120).images for _ in range(3)]
     assert all(torch.equal(images, alone) for images in found)
     assert len(seen) == (2 if remember else 6), "the picture and what isn't masked of it"
+
+
+class Cache:
+    """An object that a call may write into."""
+
+
+def test_an_object_among_the_arguments_is_never_kept(encoder: Encoder) -> None:
+    assert is_function(encoder, ((), {"given": [{"a": 1}, None, "b", torch.float16]}))
+    for given in (Cache(), [Cache()], {"a": Cache()}, OrderedDict(a=1)):
+        assert not is_function(encoder, ((), {"past": given}))
+
+
+def counted(part: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Note the calls that reach a method of a part."""
+    seen: list[object] = []
+    original = getattr(part, method)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setitem(vars(part), method, noted)
+    return seen
+
+
+def test_calls_encode_the_same_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = PIPES["StableDiffusionInpaintPipeline-spoken"]
+    quality = maskfx.Quality(reuse="steps", refresh=1)
+    made: dict[int, list[Any]] = {}
+    for remember, asked in ((0, (6, 6)), (1 << 20, (2, 3))):
+        plain = kind.build()
+        pictures, texts = (
+            counted(part, method, monkeypatch)
+            for part, method in ((plain.vae, "encode"), (plain.text_encoder, "forward"))
+        )
+        pipe = maskfx.compile(plain, quality="all-steps", remember=remember)
+        made[remember] = [
+            np.asarray(pipe(**call_of(kind, seed, square()), quality=quality).images[0])
+            for seed in (1, 1, 2)
+        ]
+        assert (len(pictures), len(texts)) == asked
+    assert all(map(np.array_equal, made[0], made[1 << 20]))
+    assert not np.array_equal(made[0][0], made[0][2])
+
+
+def test_an_encoder_in_place_of_another_is_asked() -> None:
+    pipe = maskfx.compile(PIPES["StableDiffusionInpaintPipeline-spoken"].build())
+    before, other = pipe.text_encoder, copy.deepcopy(pipe.text_encoder)
+    assert installed(before) is not None
+    assert installed(other) is None, "a copy has no stand-in"
+    pipe.text_encoder = other
+    assert installed(before) is None
+    assert installed(other) is not None
+    vae = pipe.vae
+    assert maskfx.decompile(pipe) is pipe
+    assert not any(installed(part, name) for part in (other, vae) for name in list(vars(part)))
+
+
+def test_a_part_that_the_user_compiled_has_no_stand_in() -> None:
+    plain = PIPES["StableDiffusionInpaintPipeline-spoken"].build()
+    plain.text_encoder.compile(backend="eager")
+    pipe = maskfx.compile(plain)
+    assert installed(pipe.text_encoder) is None
