@@ -31,7 +31,7 @@ from maskfx.pipelines.passed_on import call_of_class
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prefetch_template, prepare_template
-from maskfx.pipelines.replaced_parts import with_part
+from maskfx.pipelines.replaced_parts import let_go, with_part
 from maskfx.pipelines.serve_call import serve_call
 from maskfx.pipelines.stand_in import absent_denoisers, find_denoisers, install, remove
 from maskfx.pipelines.state import (
@@ -92,8 +92,11 @@ class CompiledPipeline:
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; a component that is replaced is compiled in place of the old one."""
+        before = self.__dict__.get(name)
         super().__setattr__(name, value)
         state: PipelineState | None = self.__dict__.get(KEPT)
+        if state is not None and isinstance(before, nn.Module):
+            let_go(state, name, before)
         if state is not None and isinstance(value, nn.Module):
             self.__dict__[KEPT] = with_part(state, name, value)
 

@@ -34,8 +34,8 @@ REMEMBER = 64 << 20  # bytes by default
 Key = tuple[int, str]
 Run = Callable[[nn.Module, str, tuple[object, ...], Mapping[str, object]], object]
 # arguments that a key can be made of; an object, such as a cache of keys, may be written into
-PLAIN = (torch.Tensor, np.ndarray, Image.Image, str, int, float, bytes, type(None))
-FIXED = (torch.dtype, torch.device)
+NUMBERS = (torch.Tensor, np.ndarray, Image.Image, str, int, float, bytes, type(None))
+PLAIN = (*NUMBERS, torch.dtype, torch.device)
 
 
 class EncoderCache:
@@ -93,10 +93,19 @@ class EncoderCache:
         watch = self._watches.pop(id(part), None)
         weights, settings = watch or (Weights(part), KnownSettings(part))
         if not weights.change().same_numbers:
-            for key in [key for key in self._answers if key[0] == id(part)]:
-                self._drop(key)
+            self._drop_all(part)
         self._watches[id(part)] = weights, settings
         return settings.digest()
+
+    def forget(self, part: nn.Module) -> None:
+        """Drop the outputs of a module, and hold it no longer."""
+        with self._lock:
+            self._drop_all(part)
+            self._watches.pop(id(part), None)
+
+    def _drop_all(self, part: nn.Module) -> None:
+        for key in [key for key in self._answers if key[0] == id(part)]:
+            self._drop(key)
 
     def _keep(self, key: Key, answer: object) -> None:
         size = bytes_of(answer)
@@ -137,7 +146,7 @@ def is_plain(value: object) -> bool:
         return all(map(is_plain, value))  # type: ignore[call-overload]
     if type(value) is dict:
         return all(map(is_plain, value.values()))
-    return isinstance(value, (*PLAIN, *FIXED))
+    return isinstance(value, PLAIN)
 
 
 def bytes_of(answer: object) -> int:
@@ -175,7 +184,7 @@ class Encoders:
         A part that the user has compiled computes by itself.
         """
         for name, part in components.items():
-            self._drop(name)
+            self.drop(name)
             if not isinstance(part, nn.Module) or is_compiled_by_torch(part):
                 continue
             if part not in denoisers and not hasattr(part, "nets"):
@@ -187,13 +196,15 @@ class Encoders:
     def remove(self) -> None:
         """Remove all stand-ins."""
         for name in list(self.parts):
-            self._drop(name)
+            self.drop(name)
 
-    def _drop(self, name: str) -> None:
+    def drop(self, name: str) -> None:
+        """Remove a component's stand-ins and the outputs that are kept of it."""
         if name in self.parts:
             part, methods = self.parts.pop(name)
             for method in methods:
                 remove(part, method)
+            self.cache.forget(part)
 
 
 def is_compiled_by_torch(part: nn.Module) -> bool:

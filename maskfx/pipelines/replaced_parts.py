@@ -56,6 +56,16 @@ def with_part(state: PipelineState, name: str, part: object) -> PipelineState:
     )
 
 
+def let_go(state: PipelineState, name: str, part: nn.Module) -> None:
+    """Hold a part no longer that isn't the component `name` any more, such as an encoder of texts.
+
+    Pipelines are given None in place of it to free its memory.
+    """
+    state.fingerprint.let_go(part)
+    if state.encoders is not None:
+        state.encoders.drop(name)
+
+
 def is_of(key: str, component: str) -> bool:
     """Return True for a component's own key, and for those of its nets or methods."""
     return key == component or key.startswith(f"{component}.")

@@ -295,6 +295,10 @@ class PipelineFingerprint:
         parts.extend([name, now] for name, now in sorted(settings.items()))
         return digest(parts)
 
+    def let_go(self, module: nn.Module) -> None:
+        """Hold a module no longer; it may be digested again."""
+        self._watched.pop(id(module), None)
+
     def _weights(self, module: nn.Module) -> str:
         watch = self._watched.get(id(module))
         if watch is None or watch.module is not module:

@@ -1,6 +1,8 @@
 """Encoders' answers, remembered: asked once for the same, again for anything else."""
 
 import copy
+import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -245,6 +247,17 @@ def test_an_encoder_in_place_of_another_is_asked() -> None:
     vae = pipe.vae
     assert maskfx.decompile(pipe) is pipe
     assert not any(installed(part, name) for part in (other, vae) for name in list(vars(part)))
+
+
+def test_an_encoder_that_is_taken_out_is_freed() -> None:
+    kind = PIPES["StableDiffusionInpaintPipeline-spoken"]
+    pipe = maskfx.compile(kind.build())
+    for _ in range(2):
+        pipe(**call_of(kind, 1, square()))
+    alive = weakref.ref(pipe.text_encoder)
+    pipe.text_encoder = None
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_part_that_the_user_compiled_has_no_stand_in() -> None:
