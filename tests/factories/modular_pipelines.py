@@ -28,7 +28,7 @@ from tests.factories.pipelines import (
     z_image,
     z_image_text,
 )
-from tests.factories.zoo import CROSS, FLUX, HEADS, PACKED_CHANNELS, SDXL, Draw, only, tiny
+from tests.factories.zoo import CROSS, SDXL, ZOO, Draw, tiny
 
 WITHOUT = ("text_encoder", "ip_adapter")  # blocks whose results the calls here pass themselves
 
@@ -146,23 +146,11 @@ add(
 # Flux 3: its prompt is rewritten by a language model first, and encoded by another
 
 
-def flux3(**changed: Any) -> Arguments:
-    net = tiny(
-        "Flux3Transformer2DModel",
-        **only(
-            FLUX,
-            "pooled_projection_dim",
-            "guidance_embeds",
-            cond_in_channels=PACKED_CHANNELS,
-            timestep_channels=16,
-            num_layers=1,
-            axes_dims_rope=(4, 4, 4, 4),
-            **changed,
-        ),
-    )
-    return {"vae": flux2_vae(), "transformer": net, "scheduler": flow()}
+def flux3(case: str = "Flux3Transformer2DModel") -> Arguments:
+    return {"vae": flux2_vae(), "transformer": ZOO[case].build(), "scheduler": flow()}
 
 
+JUMPING = "Flux3Transformer2DModel-jumping"  # it takes the next time too
 UPSAMPLED = ("prompt_upsampler", "text_encoder")
 add(
     "Flux3ModularPipeline",
@@ -174,7 +162,7 @@ add(
 add(
     "Flux3DistilledModularPipeline",
     "reference",
-    partial(modular_of, "Flux3DistilledAutoBlocks", partial(flux3, flow_map=True), UPSAMPLED),
+    partial(modular_of, "Flux3DistilledAutoBlocks", partial(flux3, JUMPING), UPSAMPLED),
     partial(usual, text=partial(text_of, negative=False), height=64, width=64),
     64,
 )
@@ -184,19 +172,7 @@ add(
 
 
 def anima() -> Arguments:
-    net = tiny(
-        "CosmosTransformer3DModel",
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        mlp_ratio=2.0,
-        text_embed_dim=CROSS,
-        adaln_lora_dim=8,
-        max_size=(4, 32, 32),
-        concat_padding_mask=False,  # resizing that mask takes torchvision
-        extra_pos_embed_type="learnable",
-    )
+    net = ZOO["CosmosTransformer3DModel-image"].build()
     conditioner = tiny(
         "AnimaTextConditioner",
         source_dim=CROSS,
