@@ -100,7 +100,12 @@ def front_of(added: int, front: int) -> int:
 
 
 def mask_at(mask: Bools, level: LevelSpec, size: Size) -> Bools:
-    """Return a mask at a level derived from its own: a site is active if any it covers is."""
+    """Return a mask at a level derived from its own: a site is active if any it covers is.
+
+    The mask of a video has its frames first.
+    """
+    if mask.ndim == 3:
+        return np.stack([mask_at(frame, level, size) for frame in mask])
     if level.roll != (0, 0) or level.roll_part != (0, 0):
         shifts = [n + part_of(mask.shape[i], level.roll_part[i]) for i, n in enumerate(level.roll)]
         return np.roll(mask, shifts, (0, 1))
@@ -127,11 +132,20 @@ def mask_at(mask: Bools, level: LevelSpec, size: Size) -> Bools:
 
 
 @lru_cache(maxsize=256)
-def full_window(window: WindowSpec, source: Size, target: Size) -> Index:
-    """Return the (targets, places) site indices of a window on a full grid.
+def full_window(window: WindowSpec, source: Size, target: Size, frames: int = 1) -> Index:
+    """Return the (targets, places) site indices of a window on a full grid, of each of the frames.
 
     Places outside of the grid have the index one past the last site.
     """
+    each, sites = frame_window(window, source, target), source[0] * source[1]
+    if frames == 1:
+        return each
+    starts = np.arange(frames)[:, None, None] * sites
+    return np.where(each == sites, frames * sites, each + starts).reshape(-1, each.shape[1])
+
+
+def frame_window(window: WindowSpec, source: Size, target: Size) -> Index:
+    """Return the site indices of a window on the grid of one frame."""
     if window.flat:
         many = source[0] * source[1]
         found = axis_places(window, 1, many, target[0] * target[1])

@@ -11,8 +11,8 @@ This file knows nothing about operators, graph rewriting or tensors at run time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -33,25 +33,38 @@ class Feature:
 
 
 @dataclass(frozen=True, slots=True)
-class Y:
-    """The vertical axis of the image at one pyramid level.
+class Frames:
+    """The frames of a video, each an image; a site is a place of one frame.
 
-    `spread`: one value is broadcast to all of its positions.
+    `spread`: one value is broadcast to all of them.
     """
 
-    level: int
+    size: int
     spread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class X:
-    """The horizontal axis of the image at one pyramid level.
+class Y:
+    """The vertical axis of the image at one pyramid level, or of each of `frames` frames.
 
     `spread`: one value is broadcast to all of its positions.
     """
 
     level: int
     spread: bool = False
+    frames: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class X:
+    """The horizontal axis of the image at one pyramid level, or of each of `frames` frames.
+
+    `spread`: one value is broadcast to all of its positions.
+    """
+
+    level: int
+    spread: bool = False
+    frames: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +81,11 @@ class Experts:
     size: int
 
 
-Atom = Batch | Feature | Y | X | Tokens | Experts
+Atom = Batch | Feature | Frames | Y | X | Tokens | Experts
 Dim = tuple[Atom, ...]
+
+PICTURE = (Frames, Y, X)  # the axes of sites, in the order in which sites count
+SITES = (*PICTURE, Tokens)
 
 
 def grid_segment(level: int) -> str:
@@ -154,31 +170,34 @@ class Lane:
     @property
     def segments(self) -> tuple[str, ...]:
         """The segments of the value's row set; () for values without sites."""
-        ys = [a for a in self.atoms() if isinstance(a, Y)]
-        xs = [a for a in self.atoms() if isinstance(a, X)]
+        axes = [a for a in self.atoms() if isinstance(a, PICTURE)]
         tokens = [a for a in self.atoms() if isinstance(a, Tokens)]
-        if len(tokens) == 1 and not ys and not xs:
+        levels = [a.level for a in axes if not isinstance(a, Frames)]
+        if len(tokens) == 1 and not axes:
             return tokens[0].segments
-        if len(ys) == 1 and len(xs) == 1 and ys[0].level == xs[0].level and not tokens:
-            return (grid_segment(ys[0].level),)
-        if not ys and not xs and not tokens:
+        whole = len(set(levels)) == 1 and len(axes) == len(wanted_axes(axes))
+        if whole and not self.is_half and not tokens:
+            return (grid_segment(levels[0]),)
+        if not axes and not tokens:
             return ()
         raise NotLaned(f"it has several site axes: {self}")
 
     @property
     def has_sites(self) -> bool:
-        return any(isinstance(a, (Y, X, Tokens)) for a in self.atoms())
+        return any(isinstance(a, SITES) for a in self.atoms())
 
     @property
     def is_half(self) -> bool:
-        """Whether the value has only one of the image's two axes."""
-        return any(isinstance(a, Y) for a in self.atoms()) != any(
-            isinstance(a, X) for a in self.atoms()
-        )
+        """Whether the value has some of the image's axes and lacks others."""
+        axes = [a for a in self.atoms() if isinstance(a, PICTURE)]
+        return bool(axes) and {type(a) for a in axes} != wanted_axes(axes)
 
-    def whole(self) -> Lane:
-        """Return the lane over both image axes, a missing axis spread (broadcast)."""
-        return Lane(tuple(tuple(map_whole(dim)) for dim in self.dims)) if self.is_half else self
+    def whole(self, level: int = 0) -> Lane:
+        """Return the lane over all axes of the image, missing ones spread (broadcast).
+
+        `level`: that of a value which has frames alone.
+        """
+        return filled_in(self, level) if self.is_half else self
 
     @property
     def kind(self) -> str:
@@ -214,19 +233,37 @@ def at_level(lane: Lane, level: int) -> Lane:
     """Return the lane of an image at another level."""
 
     def atom(found: Atom) -> Atom:
-        return type(found)(level) if isinstance(found, (Y, X)) else found
+        return replace(found, level=level) if isinstance(found, (Y, X)) else found
 
     return Lane(tuple(tuple(map(atom, dim)) for dim in lane.dims))
 
 
-def map_whole(dim: Dim) -> Iterator[Atom]:
-    """Add the missing image axis, vertical before horizontal, the order in which sites count."""
-    for atom in dim:
-        if isinstance(atom, X):
-            yield Y(atom.level, spread=True)
-        yield atom
-        if isinstance(atom, Y):
-            yield X(atom.level, spread=True)
+def wanted_axes(axes: Sequence[Frames | Y | X]) -> set[type]:
+    """Return the kinds of axes that a value with these ones of an image has if it has them all."""
+    frames = any(isinstance(a, Frames) or a.frames > 1 for a in axes)
+    return {Frames, Y, X} if frames else {Y, X}
+
+
+def filled_in(lane: Lane, level: int) -> Lane:
+    """Add the missing axes of the image, in the order in which sites count."""
+    axes = [a for a in lane.atoms() if isinstance(a, PICTURE)]
+    level = next((a.level for a in axes if not isinstance(a, Frames)), level)
+    frames = next(a.size if isinstance(a, Frames) else a.frames for a in axes)
+    every = (Frames(frames, True), Y(level, True, frames), X(level, True, frames))
+    have = {type(a) for a in axes}
+    left = [a for a in every if type(a) in wanted_axes(axes) - have]
+
+    def filled(dim: Dim) -> Iterator[Atom]:
+        for atom in dim:
+            if isinstance(atom, PICTURE):
+                while left and PICTURE.index(type(left[0])) < PICTURE.index(type(atom)):
+                    yield left.pop(0)
+            yield atom
+            if atom is axes[-1]:
+                yield from left
+                left.clear()
+
+    return Lane(tuple(tuple(filled(dim)) for dim in lane.dims))
 
 
 def same_dim(a: Dim | None, b: Dim) -> bool:
@@ -252,6 +289,8 @@ def atom_name(atom: Atom) -> str:
             return "batch"
         case Feature(size):
             return str(size)
+        case Frames(size):
+            return f"{size} frames"
         case Y(level):
             return f"y{level}"
         case X(level):

@@ -1,13 +1,12 @@
-"""The pyramid of an image's levels: their sizes, and how lanes pass from one level to another.
+"""The pyramid of an image's levels: their sizes, their places, and what windows read of them.
 
-A view regroups the atoms of a lane: a site axis splits into a coarser level's axis and features,
-and such pairs merge back. This file knows nothing about operators or tensors at run time.
+This file knows nothing about operators or tensors at run time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from maskfx.ir.grids import level_size, part_of
@@ -17,12 +16,11 @@ from maskfx.ir.lanes import (
     Dim,
     Experts,
     Feature,
+    Frames,
     Lane,
-    NotLaned,
     Tokens,
     X,
     Y,
-    atom_name,
     filled,
     fixed_count,
     grid_level,
@@ -155,7 +153,7 @@ class Pyramid:
     """The levels of a denoiser and their sizes at capture; grows while lanes are marked.
 
     `others`: other sizes of the picture; with `apart`, levels are one only if they have the same
-    size for these too.
+    size for these too. `frames`: the frames of a video, each with the sites of every level.
     """
 
     batch: int
@@ -165,6 +163,7 @@ class Pyramid:
     hints: list[tuple[int, int]] = field(default_factory=list)
     others: tuple[tuple[int, int], ...] = ()
     apart: bool = False
+    frames: int = 1
 
     def __post_init__(self) -> None:
         if self.base is not None and not self.levels:
@@ -174,7 +173,7 @@ class Pyramid:
         match atom:
             case Batch():
                 return self.batch
-            case Feature(size) | Experts(size):
+            case Feature(size) | Experts(size) | Frames(size):
                 return size
             case Y(level):
                 return self.hints[level][0]
@@ -191,7 +190,7 @@ class Pyramid:
         if padding is not None:
             return padding[0] - self.segment_size(padding[1])
         if level is not None:
-            return prod(self.hints[level])
+            return self.frames * prod(self.hints[level])
         return fixed if fixed is not None else self.segments[segment]
 
     def size_at(self, level: Level, base: tuple[int, int]) -> tuple[int, int]:
@@ -313,69 +312,29 @@ class Pyramid:
     def token_atoms(self, segments: Sequence[str]) -> Dim:
         """Return the atoms of a token axis; a single grid segment becomes its two axes."""
         level = grid_level(segments[0]) if len(segments) == 1 else None
-        return (Y(level), X(level)) if level is not None else (Tokens(tuple(segments)),)
+        return self.axes(level) if level is not None else (Tokens(tuple(segments)),)
+
+    def axes(self, level: int) -> Dim:
+        """Return the axes of a level's sites, in the order in which they count."""
+        frames = (Frames(self.frames),) if self.frames > 1 else ()
+        return *frames, self.y(level), self.x(level)
+
+    def y(self, level: int) -> Y:
+        return Y(level, frames=self.frames)
+
+    def x(self, level: int) -> X:
+        return X(level, frames=self.frames)
+
+    def sites_shape(self, size: tuple[int, int]) -> tuple[int, ...]:
+        """Return the shape of the sites of a level of this size, frames first."""
+        return (self.frames, *size) if self.frames > 1 else size
 
 
-def regroup(atoms: Iterable[Atom], sizes: Sequence[int], pyramid: Pyramid) -> tuple[Dim, ...]:
-    """Return the dimensions of a view: the same atoms in the same order, regrouped.
-
-    Features split where needed. A site axis may split into a coarser level's axis and features
-    (patchify), and such a pair merges back into the finer level's axis (unpatchify).
-    """
-    left = [a for a in atoms if pyramid.size(a) != 1]
-    dims: list[Dim] = []
-    for size in sizes:
-        dim: list[Atom] = []
-        need = size
-        while need > 1:
-            if not left:
-                raise NotLaned(f"no axes are left for a view to {list(sizes)}")
-            atom = left.pop(0)
-            have = pyramid.size(atom)
-            if need % have == 0:
-                dim.append(atom)
-                need //= have
-            elif have % need == 0:
-                first, second = split_atom(atom, need, pyramid)
-                dim.append(first)
-                left.insert(0, second)
-                need = 1
-            else:
-                raise NotLaned(f"a view to {list(sizes)} cuts across {atom_name(atom)}")
-        dims.append(tuple(dim))
-    if any(pyramid.size(a) != 1 for a in left):
-        raise NotLaned(f"a view to {list(sizes)} drops {[atom_name(a) for a in left]}")
-    return merge_patches(tuple(dims), pyramid)
-
-
-def split_atom(atom: Atom, first: int, pyramid: Pyramid) -> tuple[Atom, Atom]:
-    """Split an atom into a product of two, the first of the given size."""
-    if isinstance(atom, Feature):
-        return Feature(first), Feature(atom.size // first)
-    if isinstance(atom, (Y, X)):
-        patch = pyramid.size(atom) // first
-        if patch > 16:
-            raise NotLaned(f"{atom_name(atom)} is split into {first} x {patch}")
-        coarse = pyramid.derive(Level(parent=atom.level, divide=(patch, patch)))
-        return type(atom)(coarse), Feature(patch)
-    raise NotLaned(f"{atom_name(atom)} is split into {first} x {pyramid.size(atom) // first}")
-
-
-def merge_patches(dims: tuple[Dim, ...], pyramid: Pyramid) -> tuple[Dim, ...]:
-    """Merge (y1 p) and (x1 p) into the finer level's y0 and x0, if both are present."""
-    ys = [(i, d) for i, d in enumerate(dims) if len(d) == 2 and isinstance(d[0], Y)]
-    xs = [(i, d) for i, d in enumerate(dims) if len(d) == 2 and isinstance(d[0], X)]
-    if len(ys) != 1 or len(xs) != 1:
-        return dims
-    (iy, dy), (ix, dx) = ys[0], xs[0]
-    if not (isinstance(dy[1], Feature) and isinstance(dx[1], Feature) and dy[1] == dx[1]):
-        return dims
-    assert isinstance(dy[0], Y)
-    coarse, patch = dy[0].level, dy[1].size
-    fine = pyramid.derive(Level(parent=coarse, times=(patch, patch)))
-    out = list(dims)
-    out[iy], out[ix] = (Y(fine),), (X(fine),)
-    return tuple(out)
+def mask_shape(sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return a mask's shape for a call of these sizes: (tokens,), or frames, height and width."""
+    if "y" not in sizes:
+        return (sizes.get("tokens", 0),)
+    return tuple(sizes[role] for role in ("frames", "y", "x") if role in sizes)
 
 
 def in_region(lane: Lane, region: int, pyramid: Pyramid) -> Lane:
@@ -389,8 +348,8 @@ def in_region(lane: Lane, region: int, pyramid: Pyramid) -> Lane:
 
     def atom(found: Atom) -> Atom:
         match found:
-            case Y(level, spread) | X(level, spread):
-                return type(found)(pyramid.level_in(region, level), spread)
+            case Y(level) | X(level):
+                return replace(found, level=pyramid.level_in(region, level))
             case Tokens(segments):
                 return Tokens(tuple(map(segment, segments)))
         return found

@@ -112,7 +112,7 @@ LaneOf = Callable[[object], Lane]  # returns the axes of a value
 
 
 def window_geometry(node: fx.Node, lane_of: LaneOf) -> Geometry:
-    """Return the geometry of a convolution (in 3d over one frame), a pool or an unfold."""
+    """Return the geometry of a convolution (in 3d frame by frame), a pool or an unfold."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     name = op_name(node)
@@ -153,6 +153,8 @@ def convolution(node: fx.Node, source: fx.Node, lane_of: LaneOf) -> Geometry:
     else:
         if any(n != 1 for n in frames) or (frames and triple(padding)[0] != 0):
             raise NotLaned(f"it reaches over {frames[0]} frames")
+        if frames and triple(argument(node, 3, "stride", 1))[0] != 1:
+            raise NotLaned("it leaves out frames")
         before = after = pair(padding)
     lane = lane_before_pad(source, lane_of)
     return Geometry(source, lane, kernel, stride, before, after, dilation, int(groups))

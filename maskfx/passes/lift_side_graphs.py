@@ -12,7 +12,7 @@ import operator
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import Batch, Feature, Lane, lane_of, set_lane, shape_hint
+from maskfx.ir.lanes import Batch, Feature, Lane, Y, lane_of, set_lane, shape_hint
 from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.nodes import ancestors, is_symbol_arithmetic
 from maskfx.ir.program import SideGraph
@@ -58,8 +58,9 @@ def lift_side_graphs(graph: fx.Graph, ctx: PassContext) -> int:
     for index, node in enumerate(leaves):
         lane = lane_of(node)
         if lane is not None and any(is_main(u, dense) for u in node.users):
-            set_lane(node, lane.whole())
-            ctx.interface.inputs[str(node.target)] = Given("step", index, lane.whole())
+            whole = lane.whole(level_at(node))
+            set_lane(node, whole)
+            ctx.interface.inputs[str(node.target)] = Given("step", index, whole)
     count = 0
     for origin, group in (("request", request), ("dense", stepwise)):
         for index, node in enumerate(group):
@@ -156,10 +157,16 @@ def replace_by_input(
     new.meta["val"] = node_value(node)
     new.meta["stage"] = max(stage_of(node), CONST)
     lane = given_lane(ctx, node)
-    whole = lane.whole() if lane is not None else None
+    whole = lane.whole(level_at(node)) if lane is not None else None
     set_lane(new, whole)
     ctx.interface.inputs[name] = Given(origin, index, whole or Lane(()))
     node.replace_all_uses_with(new, delete_user_cb=lambda user: is_main(user, dense))
+
+
+def level_at(node: fx.Node) -> int:
+    """Return the level of the sites at which a value is read."""
+    lanes = [lane for user in node.users if (lane := lane_of(user)) is not None]
+    return next((a.level for lane in lanes for a in lane.atoms() if isinstance(a, Y)), 0)
 
 
 def given_lane(ctx: PassContext, node: fx.Node) -> Lane | None:

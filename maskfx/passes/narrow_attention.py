@@ -7,7 +7,16 @@ from math import prod
 
 from torch import fx
 
-from maskfx.ir.lanes import Batch, Feature, Lane, X, fixed_segment, is_image, lane_of, node_shape
+from maskfx.ir.lanes import (
+    SITES,
+    Batch,
+    Feature,
+    Lane,
+    fixed_segment,
+    is_image,
+    lane_of,
+    node_shape,
+)
 from maskfx.ir.sources import Given, Lines, Pairs, Rest
 from maskfx.passes.context import (
     Editor,
@@ -105,8 +114,8 @@ def along_lines(edit: Editor, node: fx.Node, axis: str) -> None:
 
 
 def by_line(edit: Editor, rows: fx.Node, lane: Lane, axis: str, part: str) -> fx.Node:
-    """Sort rows by line, or back; along picture rows they are sorted."""
-    if axis == "x":
+    """Sort rows by line, or back; along picture rows, and in frames, they are sorted."""
+    if axis in ("x", "picture"):
         return rows
     return edit.emit(aten.index_select.default, rows, 0, line_input(edit, lane, axis, part))
 
@@ -249,7 +258,8 @@ def attention_bias(
     """
     if mask is None:
         return None, (1, False)
-    if any(isinstance(a, X) for a in queries.dims[-2][:1]):
+    order = [SITES.index(type(a)) for a in queries.dims[-2] if isinstance(a, SITES)]
+    if order != sorted(order):
         raise Unsupported(edit.node, "it has a mask, and its tokens count column by column")
     given = edit.ctx.interface.inputs.get(str(mask.target)) if mask.op == "placeholder" else None
     if not isinstance(given, Given):

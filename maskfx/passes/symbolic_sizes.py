@@ -10,7 +10,7 @@ import torch
 from torch.types import IntLikeType
 
 from maskfx.ir.grids import front_of, part_of
-from maskfx.ir.lanes import X, Y, int_hint
+from maskfx.ir.lanes import Dim, int_hint
 from maskfx.ir.other_sizes import SizeExpr, assignments, valued
 from maskfx.ir.pyramid import Level, Shift
 from maskfx.passes.context import PassContext
@@ -20,18 +20,24 @@ Value = tuple[tuple[int, int], int | None]  # of a size, and the size of the pic
 
 
 def is_size_of(
-    ctx: PassContext, size: object, level: Level, axes: Iterable[int], admitted: bool = False
+    ctx: PassContext,
+    size: object,
+    level: Level,
+    axes: Iterable[int],
+    admitted: bool = False,
+    frames: int = 1,
 ) -> bool:
     """Return True if a size is that of a level's axes, 0 and 1, whatever the size of the picture.
 
-    `admitted`: of the sizes that the guards of the capture admit; they exclude too many. Only a
-    symbolic size is compared: a number is known to be that of the captured picture.
+    `frames`: how many times that size it is. `admitted`: of the sizes that the guards of the
+    capture admit; they exclude too many. Only a symbolic size is compared: a number is known to be
+    that of the captured picture.
     """
     if not isinstance(size, torch.SymInt):
         return True
     axes = tuple(axes)
     for base, found in values_at(ctx, size, admitted):
-        if prod(ctx.pyramid.size_at(level, base)[i] for i in axes) != found:
+        if frames * prod(ctx.pyramid.size_at(level, base)[i] for i in axes) != found:
             return False
     return True
 
@@ -52,18 +58,23 @@ def has_remainder(size: object) -> bool:
     return isinstance(size, torch.SymInt) and "Mod" in str(size.node.expr)
 
 
-def axes_of(
-    ctx: PassContext, size: torch.SymInt, roles: set[str], admitted: bool
-) -> tuple[Y | X, ...] | None:
+def axes_of(ctx: PassContext, size: torch.SymInt, roles: set[str], admitted: bool) -> Dim | None:
     """Return the axes of the picture that have a size of these roles, or None."""
     pyramid, hint = ctx.pyramid, int_hint(size)
     for number, level in enumerate(pyramid.levels):
         h, w = pyramid.hints[number]
-        for found, named, axes in ((h * w, "yx", (0, 1)), (h, "y", (0,)), (w, "x", (1,))):
-            if hint != found or roles != set(named):
+        y, x = pyramid.y(number), pyramid.x(number)
+        for times, axes, dim in (
+            (1, (0, 1), (y, x)),
+            (1, (0,), (y,)),
+            (1, (1,), (x,)),
+            (pyramid.frames, (0, 1), pyramid.axes(number)),
+        ):
+            found = times * prod((h, w)[axis] for axis in axes)
+            if hint != found or roles != {"yx"[axis] for axis in axes}:
                 continue
-            if is_size_of(ctx, size, level, axes, admitted):
-                return tuple((Y, X)[axis](number) for axis in axes)
+            if is_size_of(ctx, size, level, axes, admitted, times):
+                return dim
     return None
 
 

@@ -271,7 +271,7 @@ class CompiledDenoiser:
         yield from self._batches.groups(self._validator.calls(steps))
 
     def mask_shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return a mask's shape for these inputs: (height, width) of the latent, or (tokens,)."""
+        """Return a mask's shape: (height, width) of the latent, frames first, or (tokens,)."""
         with self._lock:
             self._changes.choose()
             return self._validator.inputs(inputs).mask_shape

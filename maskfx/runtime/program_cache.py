@@ -24,6 +24,7 @@ from maskfx.config import Settings
 from maskfx.errors import InputError, SizesDisagree
 from maskfx.ir.objects import copied_tree, copy_tree
 from maskfx.ir.program import Program
+from maskfx.ir.pyramid import mask_shape
 from maskfx.ir.values import copies, has_meta, same_values
 from maskfx.runtime.executor import BatchExecutor
 from maskfx.runtime.program_files import ProgramFiles, compiled_as
@@ -341,7 +342,7 @@ class ProgramCache:
         sizes: dict[str, int],
     ) -> str:
         """Compare one recording and one edit with the module; return what is wrong, or ''."""
-        shape = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
+        shape = mask_shape(sizes)
         mask = uneven_mask(shape)
         wanted = self._dense(copied_tree(values, spec))
         inputs = copied_tree(values, spec)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiler.compile import Compilation
 from maskfx.ir.program import Program
+from maskfx.ir.pyramid import mask_shape
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.lora.adapter import Updates
@@ -199,9 +200,11 @@ class ValidatedInputs:
 
     @property
     def mask_shape(self) -> tuple[int, ...]:
-        """Return a mask's shape for these inputs: (height, width) of the latent, or (tokens,)."""
-        sizes = self.sizes
-        return (sizes["y"], sizes["x"]) if "y" in sizes else (sizes.get("tokens", 0),)
+        """Return a mask's shape for these inputs: (height, width) of the latent, or (tokens,).
+
+        A video's has its frames first.
+        """
+        return mask_shape(self.sizes)
 
     @cached_property
     def latent(self) -> Tensor:

@@ -21,7 +21,7 @@ from maskfx.compiler.capture.captured import groups_of, joined
 from maskfx.compiler.capture.roles import Roles, observed_sizes
 from maskfx.compiler.compile import Compilation
 from maskfx.compiler.marked import MarkedGraph, mark_graph
-from maskfx.ir.lanes import Batch, Lane, Tokens, X, Y, is_image, lane_of, lanes_of
+from maskfx.ir.lanes import SITES, Batch, Lane, is_image, lane_of, lanes_of
 from maskfx.ir.objects import copied_tree
 from maskfx.ir.values import copies, same_values
 from maskfx.runtime.backends.graph_function import find
@@ -236,7 +236,7 @@ class SitePair:
             return now
         new, old = by_atoms(now, lane, self.own), by_atoms(then, lane, self.old)
         new = new.clone()
-        axes = [i for i, a in enumerate(lane.atoms()) if isinstance(a, (Y, X, Tokens))]
+        axes = [i for i, a in enumerate(lane.atoms()) if isinstance(a, SITES)]
         starts = [0, 0]
         for segment in lane.segments:
             counts = [sites.count(segment) for sites in (self.own, self.old)]
@@ -261,9 +261,12 @@ class SitePair:
         self, active: Tensor, lane: Lane, axes: Sequence[int], sizes: Sequence[int]
     ) -> Tensor:
         """Lay a mask out as a value: sites are counted row by row, a value may be column-major."""
-        if len(axes) < 2 or isinstance(lane.atoms()[axes[0]], Y):
+        if len(axes) < 2:
             return active
-        return active.view(sizes[1], sizes[0]).t()
+        kinds = [SITES.index(type(lane.atoms()[axis])) for axis in axes]
+        order = sorted(range(len(kinds)), key=kinds.__getitem__)
+        laid = active.view([sizes[i] for i in order])
+        return laid.permute([order.index(i) for i in range(len(order))])
 
 
 def by_atoms(value: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:

@@ -38,13 +38,18 @@ class RegionChoices:
 
 
 def check_mask(mask: object, wanted: tuple[int, ...]) -> Tensor:
-    """Check that an edit's mask is boolean and of the wanted shape; return it."""
+    """Check that an edit's mask is boolean and of the wanted shape; return it.
+
+    The mask of a video may have no frames; it is the same in each then.
+    """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         seen = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise MaskError(
             f"EditStep.mask: expected a boolean tensor of shape {wanted}, got {seen}; "
             "use mask > 0.5"
         )
+    if len(wanted) == 3 and tuple(mask.shape) == wanted[1:]:
+        return mask.expand(wanted)
     if tuple(mask.shape) != wanted:
         raise MaskError(
             f"EditStep.mask: expected shape {wanted}, got {tuple(mask.shape)}; "

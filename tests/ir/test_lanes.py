@@ -27,7 +27,8 @@ from maskfx.ir.lanes import (
     grid_segment,
     is_image,
 )
-from maskfx.ir.pyramid import Level, Pyramid, regroup
+from maskfx.ir.pyramid import Level, Pyramid
+from maskfx.ir.regroup import regroup
 
 B, Y0, X0 = Batch(), Y(0), X(0)
 F4, F6 = Feature(4), Feature(6)

@@ -30,7 +30,7 @@ from maskfx.compiler.capture.roles import Argument, Sizes
 from maskfx.compiler.capture.twin import NoTwin
 from maskfx.compiler.capture.whole import WholeModules
 from maskfx.ir import progress
-from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, int_hint, set_lane
+from maskfx.ir.lanes import Batch, Feature, Frames, Lane, Tokens, int_hint, set_lane
 from maskfx.ir.objects import new_objects
 from maskfx.ir.other_sizes import Base, SizeExpr, other_bases
 from maskfx.ir.part_hooks import acts_within
@@ -347,6 +347,7 @@ def pyramid_of(sizes: Sizes, others: tuple[Base, ...]) -> Pyramid:
             **{r: s for r, s in sizes.items() if r.startswith("text:")},
         },
         others=others,
+        frames=sizes.get("frames", 1),
     )
 
 
@@ -367,13 +368,15 @@ def placeholder_lane(
         elif role.startswith("tokens/"):
             patch = int(int(role[7:]) ** 0.5)
             level = pyramid.derive(Level(parent=0, divide=(patch, patch))) if patch > 1 else 0
-            dims.append((Y(level), X(level)))
+            dims.append(pyramid.axes(level))
         elif role.startswith("text:"):
             fixed = symbolic and isinstance(symbols.get(role), int)
             dims.append((Feature(int_hint(size)),) if fixed else (Tokens((role,)),))
         elif role and role[0] in "yx":
-            axis = Y if role[0] == "y" else X
+            axis = pyramid.y if role[0] == "y" else pyramid.x
             dims.append((axis(scaled_level(role[1:], pyramid)),))
+        elif role == "frames":
+            dims.append((Frames(int_hint(size)),))
         else:
             dims.append((Feature(int_hint(size)),) if int_hint(size) != 1 else ())
     return Lane(tuple(dims))

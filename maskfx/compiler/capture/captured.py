@@ -167,7 +167,8 @@ class Capture:
             if not isinstance(value, torch.Tensor) or value.dim() != len(sizes):
                 return True
             if any(
-                not r and a != b for r, a, b in zip(leaf.roles, sizes, value.shape, strict=True)
+                r in ("", "frames") and a != b
+                for r, a, b in zip(leaf.roles, sizes, value.shape, strict=True)
             ):
                 return True
         return False

@@ -239,7 +239,8 @@ def export(
     def dims(leaf: Argument, value: object) -> Any:
         if not leaf.tensor:
             return Dim.AUTO if symbolic and type(value) is int and value > 1 else None
-        return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if r and symbolic}
+        fixed = ("", "frames")
+        return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if r not in fixed and symbolic}
 
     values, spec = pytree.tree_flatten(inputs)
     shapes = nested([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)

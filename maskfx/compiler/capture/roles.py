@@ -6,8 +6,9 @@ class of a model. An argument `roles=` overrides what is inferred:
 
     roles={"hidden_states": ("batch", "tokens", ""), "timestep": ("batch",)}
 
-A role is "batch", "y", "x" (with a scale: "y/2", "x*8"), "tokens", "tokens/4" (a flattened
-grid of patches of 2x2), "text:NAME" or "" for plain features.
+A role is "batch", "y", "x" (with a scale: "y/2", "x*8"), "frames" of a video, "tokens", "tokens/4"
+(a flattened grid of patches of 2x2), "text:NAME" or "" for plain features. A capture serves one
+number of frames.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ def infer(
                 f"{list(tensors)}"
             )
     alone = samples(primary, tensors) > 0
-    picture = picture_sizes(primary, tensors[primary], override.get(primary), alone)
+    own = override.get(primary)
+    if own is None and tensors[primary].dim() == 5:
+        own = video_roles(primary, tensors, input_channels(module))
+    picture = picture_sizes(primary, tensors[primary], own, alone)
     texts: dict[int, str] = {}
     found: dict[str, Roles] = {}
     placed = axis_positions(tensors, picture)
@@ -136,6 +140,7 @@ class PictureSizes:
     batch: int
     grid: tuple[int, int] | None
     tokens: int | None
+    frames: int = 1
 
 
 def picture_sizes(
@@ -151,10 +156,6 @@ def picture_sizes(
                 roles = ("batch", "tokens", "")
             case 4:
                 roles = ("batch", "", "y", "x")
-            case 5 if value.shape[1] == 1 and value.shape[2] > 1:  # one frame, channels last
-                roles = ("batch", "", "y", "x", "")
-            case 5:
-                roles = ("batch", "", "", "y", "x")
             case n:
                 raise CaptureError(
                     f"{path}: the roles of {n} dimensions can't be inferred; pass "
@@ -162,7 +163,54 @@ def picture_sizes(
                 )
     size = {r: value.shape[i] for i, r in enumerate(roles) if r}
     grid = (size["y"], size["x"]) if "y" in size else None
-    return PictureSizes(roles, size.get("batch", 0), grid, size.get("tokens"))
+    frames = size.get("frames", 1)
+    return PictureSizes(roles, size.get("batch", 0), grid, size.get("tokens"), frames)
+
+
+def input_channels(module: torch.nn.Module) -> list[int]:
+    """Return numbers of channels that a module may take, those of its configuration first."""
+    config = getattr(module, "config", None)
+    named = dict(config).items() if isinstance(config, Mapping) else ()
+    found = [n for name, n in named if name.startswith("in_") and isinstance(n, int)]
+    layers = (vars(layer).get("in_channels") for layer in module.modules())
+    return found + [n for n in layers if isinstance(n, int)]
+
+
+def video_roles(path: str, tensors: Mapping[str, torch.Tensor], channels: Sequence[int]) -> Roles:
+    """Return the roles of a video: its channels stand before its frames, behind them, or last.
+
+    Positions along each axis show which, else the number of channels does.
+    """
+    shape = tensors[path].shape
+    forms = {1: ("", "frames", "y", "x"), 2: ("frames", "", "y", "x"), 4: ("frames", "y", "x", "")}
+    found = [axis for axis in forms if shape[axis] in channels]
+    if shape[1] == 1 and shape[2] > 1:  # one frame, channels last
+        found.insert(0, 4)
+    for positions in position_lists(tensors):
+        counts = [len(tensors[p]) for p in positions]
+        found = [a for a, form in forms.items() if fits(shape, form, counts)] + found
+    form = forms[found[0] if found else 1]
+    sizes = dict(zip(form, shape[1:], strict=True))
+    return ("batch", *("" if r == "frames" and sizes[r] == 1 else r for r in form))
+
+
+def fits(shape: Sequence[int], form: Roles, positions: Sequence[int]) -> bool:
+    """Return True if a video of this form has patches of equal sides at so many positions."""
+    size = dict(zip(form, shape[1:], strict=True))
+    if len(positions) != 3 or not all(positions):
+        return False
+    axes = list(zip(("frames", "y", "x"), positions, strict=True))
+    sides = [size[axis] / number for axis, number in axes]
+    return all(side == int(side) for side in sides) and sides[1] == sides[2]
+
+
+def position_lists(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Return the paths of lists of vectors, which hold positions along each axis."""
+    groups: dict[str, list[str]] = {}
+    for path, value in tensors.items():
+        if "." in path and value.dim() == 1:
+            groups.setdefault(path.rpartition(".")[0], []).append(path)
+    return list(groups.values())
 
 
 def axis_positions(tensors: Mapping[str, torch.Tensor], picture: PictureSizes) -> dict[str, Roles]:
@@ -170,11 +218,7 @@ def axis_positions(tensors: Mapping[str, torch.Tensor], picture: PictureSizes) -
     found: dict[str, Roles] = {}
     if picture.grid is None:
         return found
-    groups: dict[str, list[str]] = {}
-    for path, value in tensors.items():
-        if "." in path and value.dim() == 1:
-            groups.setdefault(path.rpartition(".")[0], []).append(path)
-    for paths in groups.values():
+    for paths in position_lists(tensors):
         sizes = tuple(tensors[p].shape[0] for p in paths[-2:])
         for patch in (1, 2, 4, 8, 16):
             if len(paths) > 1 and sizes == tuple(n / patch for n in picture.grid):
@@ -199,12 +243,15 @@ def guess(
         return ("", "batch", text, "")  # text states of several layers, layer by layer
     ids = len(shape) == 2 and ("ids" in name or "rotary" in name) and shape[0] != picture.batch
     rest = 0
+    steps = len(shape) == 2 and any(w in name for w in STEP_WORDS)
+    if steps and picture.frames > 1 and tuple(shape) == (picture.batch, picture.frames):
+        return "batch", "frames"  # a step for each frame
     certain = token_role(shape[0], picture) is None or len(shape) in (1, 3, 4)
     if shape[0] == picture.batch and not ids and certain:
         roles[0], rest = "batch", 1
     spatial = spatial_roles(shape, picture)
     if rest == 1 and spatial is not None:
-        return ("batch", *[""] * (len(shape) - 3), *spatial)
+        return ("batch", *between(shape, picture), *spatial)
     if rest >= len(shape):
         return tuple(roles)
     handed_on = any(w in name for w in CACHE_WORDS)
@@ -233,6 +280,17 @@ def guess(
     return tuple(roles)
 
 
+def between(shape: Sequence[int], picture: PictureSizes) -> list[str]:
+    """Return the roles between the batch and the last two axes: features, perhaps frames."""
+    roles = [""] * (len(shape) - 3)
+    own = picture.roles.index("frames") if "frames" in picture.roles else 0
+    if len(shape) == 5 and picture.frames > 1:
+        axes = [axis for axis in (own, 2, 1) if axis < 3 and shape[axis] == picture.frames]
+        for axis in axes[:1]:
+            roles[axis - 1] = "frames"
+    return roles
+
+
 def token_role(length: int, picture: PictureSizes) -> str | None:
     """Return the role of a dimension as long as the image's token axis (in patches), or None."""
     if length <= 1:
@@ -242,7 +300,8 @@ def token_role(length: int, picture: PictureSizes) -> str | None:
     if picture.grid is not None:
         h, w = picture.grid
         for patch in (1, 2, 4, 8, 16):
-            if h % patch == 0 and w % patch == 0 and (h // patch) * (w // patch) == length:
+            sites = picture.frames * (h // patch) * (w // patch)
+            if h % patch == 0 and w % patch == 0 and sites == length:
                 return f"tokens/{patch * patch}"
     return None
 
@@ -265,7 +324,7 @@ def spatial_roles(shape: Sequence[int], picture: PictureSizes) -> tuple[str, str
 def role_size(role: str, sizes: Mapping[str, int]) -> int:
     """Return the size of a dimension of this role in a call with these sizes."""
     if role.startswith("tokens/"):
-        return sizes["y"] * sizes["x"] // int(role[7:])
+        return sizes.get("frames", 1) * sizes["y"] * sizes["x"] // int(role[7:])
     if role[:2] in ("y/", "x/"):
         return -(-sizes[role[0]] // int(role[2:]))
     if role[:2] in ("y*", "x*"):
@@ -285,7 +344,7 @@ def sizes_of(leaves: Sequence[Argument], shapes: Sequence[Sequence[int]]) -> Siz
     seen: dict[str, str] = {}
     for leaf, shape in zip(leaves, shapes, strict=True):
         for role, size in zip(leaf.roles, shape, strict=True):
-            if role in ("batch", "y", "x", "tokens") or role.startswith("text:"):
+            if role in ("batch", "frames", "y", "x", "tokens") or role.startswith("text:"):
                 if sizes.setdefault(role, int(size)) != size:
                     raise SizesDisagree(leaf.path, role, size, f"{sizes[role]} in {seen[role]}")
                 seen.setdefault(role, leaf.path)

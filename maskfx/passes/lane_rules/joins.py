@@ -11,13 +11,12 @@ from torch import fx
 from torch.types import IntLikeType
 
 from maskfx.ir.lanes import (
+    SITES,
     Dim,
     Feature,
     Lane,
     NotLaned,
     Tokens,
-    X,
-    Y,
     at_level,
     filling_segment,
     fixed_segment,
@@ -58,11 +57,7 @@ def cat(m: Marker, node: fx.Node) -> Lane:
     for lane, part, size in zip(lanes, parts, sizes, strict=True):
         if all(isinstance(a, Feature) for a in part):
             segments.append(fixed_segment(size))
-        elif (
-            all(isinstance(a, (Y, X, Tokens)) for a in part)
-            and lane.segments
-            and same_part(part, lane)
-        ):
+        elif all(isinstance(a, SITES) for a in part) and lane.segments and same_part(part, lane):
             segments.extend(lane.segments)
         else:
             raise NotLaned(f"it joins {lane} along dimension {axis}")
@@ -119,7 +114,7 @@ def surrounded(m: Marker, node: fx.Node, axis: int, start: int) -> Lane:
 
 
 def has_site(dim: Dim) -> bool:
-    return any(isinstance(a, (Y, X, Tokens)) for a in dim)
+    return any(isinstance(a, SITES) for a in dim)
 
 
 @rule("stack")

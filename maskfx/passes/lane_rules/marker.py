@@ -12,14 +12,13 @@ from torch import fx
 from torch.types import IntLikeType
 
 from maskfx.ir.lanes import (
+    SITES,
     Batch,
     Dim,
     Feature,
     Lane,
     NotLaned,
     Tokens,
-    X,
-    Y,
     at_level,
     int_hint,
     lane_of,
@@ -368,7 +367,7 @@ def constant_lane(shape: Sequence[int]) -> Lane:
 
 def same_part(part: Dim, lane: Lane) -> bool:
     """Return True if this dimension holds all of the lane's site axes."""
-    return sum(isinstance(a, (Y, X, Tokens)) for a in lane.atoms()) == len(part)
+    return sum(isinstance(a, SITES) for a in lane.atoms()) == len(part)
 
 
 def need_constant(m: Marker, nodes: Sequence[object]) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from maskfx.ir.lanes import (
+    SITES,
     Batch,
     Dim,
     Feature,
+    Frames,
     Lane,
     NotLaned,
-    Tokens,
     X,
     Y,
     merged,
@@ -35,11 +37,11 @@ def reduction(m: Marker, node: fx.Node) -> Lane:
     lane = m.need(node.args[0])
     axes, keep = reduced_dims(node, len(lane.dims))
     gone = [a for i in axes for a in lane.dims[i]]
-    sites = [a for a in gone if isinstance(a, (Y, X, Tokens))]
+    sites = [a for a in gone if isinstance(a, SITES)]
     if any(isinstance(a, Batch) for a in gone):
         raise NotLaned(f"it reduces the batch of {lane}")
     if sites:
-        everything = [a for a in lane.atoms() if isinstance(a, (Y, X, Tokens))]
+        everything = [a for a in lane.atoms() if isinstance(a, SITES)]
         if len(sites) != len(everything) or not merges_sites(node):
             raise NotLaned(f"it reduces a site axis of {lane}")
         kept = [a for i, d in enumerate(lane.dims) if i not in axes for a in d]
@@ -97,15 +99,17 @@ def is_within_rows(q: Lane, k: Lane, v: Lane) -> bool:
     )
 
 
+# what a line's sites lie along: a row, a column, a place in all frames, or one frame as a whole
+LINES = {(X,): "x", (Y,): "y", (Frames,): "frames", (Y, X): "picture"}
+
+
 def line_axis(q: Lane, k: Lane, v: Lane) -> str:
-    """Return the axis, "x" or "y", along which the sites of each line attend; "" for others."""
-    axes = {X: "x", Y: "y"}
-    found = {
-        axes.get(type(dim[0]), "") if len(dim) == 1 else ""
-        for dim in (q.dims[-2], k.dims[-2], v.dims[-2])
-    }
+    """Return the axis along which the sites of each line attend, of `LINES`; "" for others."""
+    found = {LINES.get(tuple(map(type, lane.dims[-2])), "") for lane in (q, k, v)}
     alike = len(q.dims) == len(k.dims) == len(v.dims) and len(found) == 1
     if not alike or any(lane.is_half for lane in (q, k, v)):
+        return ""
+    if found == {"picture"} and not any(isinstance(a, Frames) for a in q.atoms()):
         return ""
     outer = [[base_dim(d) for d in lane.dims[:-2]] for lane in (q, k, v)]
     return found.pop() if outer[0] == outer[1] == outer[2] else ""
@@ -113,7 +117,7 @@ def line_axis(q: Lane, k: Lane, v: Lane) -> str:
 
 def base_dim(dim: Dim) -> Dim:
     """Return a dimension whose axes of the picture are those of any level."""
-    return tuple(type(a)(0) if isinstance(a, (X, Y)) else a for a in merged(dim))
+    return tuple(replace(a, level=0) if isinstance(a, (X, Y)) else a for a in merged(dim))
 
 
 def read_by_few(m: Marker, node: fx.Node, q: Lane, k: Lane, v: Lane) -> Lane:
@@ -175,7 +179,7 @@ def matmul(m: Marker, node: fx.Node) -> Lane:
     outer = line_up([a.dims[:-2], b.dims[:-2]])
     out = Lane((*outer, a.dims[-2], b.dims[-1]))
     sites = sum(lane.has_sites for lane in (a, b))
-    contracted = any(isinstance(x, (Y, X, Tokens)) for x in inner_a)
+    contracted = any(isinstance(x, SITES) for x in inner_a)
     if contracted and sites == 2 and not out.has_sites:
         return out
     if not contracted and sites == 1 and are_lined_up(a, b):
@@ -195,7 +199,7 @@ def are_lined_up(a: Lane, b: Lane) -> bool:
     rows, matrix = (a, b) if a.has_sites else (b, a)
     outer = [[x for d in lane.dims[:-2] for x in d] for lane in (rows, matrix)]
     features = [[x for x in own if isinstance(x, Feature)] for own in outer]
-    return features[0] == features[1] or not any(isinstance(x, (Y, X, Tokens)) for x in outer[0])
+    return features[0] == features[1] or not any(isinstance(x, SITES) for x in outer[0])
 
 
 def is_per_row(a: Lane, b: Lane) -> bool:

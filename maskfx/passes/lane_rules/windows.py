@@ -14,6 +14,7 @@ from torch.types import IntLikeType
 from maskfx.ir.lanes import (
     Dim,
     Feature,
+    Frames,
     Lane,
     NotLaned,
     X,
@@ -55,7 +56,8 @@ def window(m: Marker, node: fx.Node) -> Lane:
     level = level_after(m, geometry)
     if name == "im2col":
         batch = geometry.lane.dims[0]
-        return Lane((batch, (Feature(node_shape(node)[1]),), (Y(level), X(level))))
+        sites = m.ctx.pyramid.y(level), m.ctx.pyramid.x(level)
+        return Lane((batch, (Feature(node_shape(node)[1]),), sites))
     return resized(m, node, geometry.lane, level)
 
 
@@ -96,9 +98,10 @@ def level_after(m: Marker, geometry: Geometry) -> int:
 
 
 def picture_level(lane: Lane, what: str) -> int:
-    """Return the level of a (batch, channels, rows, columns) value, perhaps with one frame."""
+    """Return the level of a (batch, channels, rows, columns) value, perhaps with frames."""
     *front, y, x = lane.dims
-    plain = len(front) in (2, 3) and lane.is_feature_dim(1) and not any(front[2:])
+    frames = all(isinstance(a, Frames) for d in front[2:] for a in d)
+    plain = len(front) in (2, 3) and lane.is_feature_dim(1) and frames
     if not plain or len(y) != 1 or len(x) != 1:
         raise NotLaned(f"{what} {lane}")
     if not isinstance(y[0], Y) or not isinstance(x[0], X):
@@ -112,7 +115,7 @@ def resized(m: Marker, node: fx.Node, lane: Lane, level: int) -> Lane:
     if m.ctx.pyramid.hints[level] != (out[-2], out[-1]):
         raise NotLaned(f"its output {out} fits no level")
     channels: Dim = (Feature(out[1]),) if out[1] != 1 else ()
-    return Lane((lane.dims[0], channels, *lane.dims[2:-2], (Y(level),), (X(level),)))
+    return at_level(Lane((lane.dims[0], channels, *lane.dims[2:])), level)
 
 
 @rule("conv_transpose2d")
@@ -144,7 +147,7 @@ def upsample(m: Marker, node: fx.Node) -> Lane:
         level = pyramid.derive(scaled(source, have, (out[2], out[3])))
         if pyramid.hints[level] != (out[2], out[3]):
             raise NotLaned(f"it resamples {have} to {tuple(out[2:])}")
-    return Lane((lane.dims[0], lane.dims[1], (Y(level),), (X(level),)))
+    return at_level(lane, level)
 
 
 def level_of_size(m: Marker, source: int, sizes: Sequence[IntLikeType]) -> int | None:

@@ -53,6 +53,7 @@ from maskfx.ir.sources import (
 from maskfx.ops import wide
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
+from maskfx.runtime.batch.lines import line_count
 from maskfx.runtime.batch.rows import atom_size
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format, pack
 from maskfx.runtime.sites.active import ActiveSites
@@ -87,6 +88,7 @@ def capture_sizes(pyramid: Pyramid) -> dict[str, int]:
     sizes = {"tokens" if s == "image" else s: n for s, n in pyramid.segments.items()}
     if pyramid.base is not None:
         sizes["y"], sizes["x"] = pyramid.base
+        sizes |= {"frames": pyramid.frames} if pyramid.frames > 1 else {}
     return {"batch": pyramid.batch, **sizes}
 
 
@@ -105,7 +107,7 @@ def square_mask(sizes: dict[str, int], ratio: float) -> Tensor | None:
     top, left = (height - tall) // 2, (width - wide) // 2
     mask = torch.zeros(height, width, dtype=torch.bool)
     mask[top : top + tall, left : left + wide] = True
-    return mask
+    return mask.expand(sizes["frames"], -1, -1) if "frames" in sizes else mask
 
 
 def square_sites(pyramid: Pyramid, sizes: dict[str, int], ratio: float) -> ActiveSites:
@@ -258,7 +260,7 @@ def number_of(size: Size, sites: ActiveSites, batch: int) -> int:
             return batch * whole(segments)
         case LineCount(segments, axis):
             level = next(n for s in segments if (n := grid_level(s)) is not None)
-            return batch * sites.grid(level)[0 if axis == "x" else 1]
+            return batch * line_count(axis, level, sites)
         case HaloRows(window):
             return batch * len(sites.window(window)[1])
         case LoadedRows():

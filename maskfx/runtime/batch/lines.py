@@ -1,4 +1,4 @@
-"""Tables of the lines of a picture: the rows, or the columns, in each of which sites attend."""
+"""Tables of the lines of a picture or a video: rows of sites, for example, that attend in turn."""
 
 from __future__ import annotations
 
@@ -44,5 +44,14 @@ def line_numbers(source: Lines, sites: ActiveSites, rest: bool) -> tuple[Index, 
     assert level is not None
     height, width = sites.grid(level)
     pick: Callable[[str], Tensor] = sites.rest if rest else sites.active
-    y, x = np.divmod(pick(segment).numpy(), width)
-    return (y, height) if source.axis == "x" else (x, width)
+    frame, place = np.divmod(pick(segment).numpy(), height * width)
+    y, x = np.divmod(place, width)
+    lines = {"x": frame * height + y, "y": frame * width + x, "frames": place, "picture": frame}
+    return lines[source.axis], line_count(source.axis, level, sites)
+
+
+def line_count(axis: str, level: int, sites: ActiveSites) -> int:
+    """Return the number of lines of one batch element along an axis."""
+    (height, width), frames = sites.grid(level), sites.pyramid.frames
+    across = {"x": height, "y": width, "frames": height * width, "picture": 1}
+    return across[axis] if axis == "frames" else frames * across[axis]

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, grid_level, is_image
+from maskfx.ir.lanes import (
+    PICTURE,
+    SITES,
+    Batch,
+    Feature,
+    Frames,
+    Lane,
+    Tokens,
+    X,
+    Y,
+    is_image,
+)
 from maskfx.ir.program import Tap
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.cache.rows import Rows, row_bytes
@@ -49,9 +60,9 @@ def canonical(value: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:
             order_b.append(i)
         else:
             sizes.append(atom_size(atom, sites))
-            if isinstance(atom, (Y, X, Tokens)):
+            if isinstance(atom, SITES):
                 order_s.append(i)
-    order_s.sort(key=lambda i: isinstance(atoms[i], X))  # sites count row by row
+    order_s.sort(key=lambda i: SITES.index(type(atoms[i])))  # sites count row by row
     features = [i for i, a in enumerate(atoms) if isinstance(a, Feature)]
     given = [1 if is_spread(a) else n for a, n in zip(atoms, sizes, strict=True)]
     wide = value.reshape(given).expand(sizes).permute([*order_b, *order_s, *features])
@@ -62,12 +73,12 @@ def canonical(value: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:
 
 
 def is_spread(atom: object) -> bool:
-    return isinstance(atom, (Y, X)) and atom.spread
+    return isinstance(atom, PICTURE) and atom.spread
 
 
 def atom_size(atom: object, sites: ActiveSites) -> int:
     match atom:
-        case Feature(size):
+        case Feature(size) | Frames(size):
             return size
         case Y(level):
             return sites.grid(level)[0]
@@ -143,26 +154,22 @@ def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: ActiveSites, index
         sites: The active sites.
         index: The indices of the active sites, on the value's device.
     """
-    segments = lane.segments
     view = writable(full, lane, sites)
     if sites.full:
         view.copy_(rows.view(view.shape))
         return
-    level = grid_level(segments[0]) if len(segments) == 1 else None
-    flat, grid = view, level is not None and view.dim() > 2 + len(lane.row_shape())
-    if grid and view.stride(1) == view.shape[2] * view.stride(2):
-        flat, grid = view.flatten(1, 2), False  # a view: rows of sites follow each other
-    if grid:
-        width = flat.shape[2]
-        flat[:, index // width, index % width] = rows.view(
-            rows.shape[0], len(index), *flat.shape[3:]
-        )
-    else:
-        flat[:, index] = rows.view(rows.shape[0], len(index), *flat.shape[2:])
+    own = sum(isinstance(a, SITES) for a in lane.atoms())  # axes of sites, behind the batch
+    sizes, steps = view.shape[1 : 1 + own], view.stride()
+    places: list[Any] = [index]
+    if all(steps[i] == steps[i + 1] * view.shape[i + 1] for i in range(1, own)):
+        view = view.flatten(1, own)  # a view: rows of sites follow each other
+    elif own > 1:
+        places = list(torch.unravel_index(index, sizes))
+    view[slice(None), *places] = rows.view(rows.shape[0], len(index), *view.shape[1 + len(places) :])
 
 
 def writable(full: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:
-    """View a contiguous value with its batch and site axes in front; grids keep two site axes."""
+    """View a contiguous value with its batch and site axes in front, an axis for each of them."""
     axes = split_axes(full, lane, sites)
     wide = full.view(axes.sizes).permute(axes.order)
     return wide if axes.batch else wide.unsqueeze(0)
@@ -199,7 +206,8 @@ def split_axes(full: Tensor, lane: Lane, sites: ActiveSites) -> SplitAxes:
         full.numel() // known if isinstance(atom, Batch) else atom_size(atom, sites)
         for atom in atoms
     )
-    return SplitAxes(tuple(sizes), axes(Batch), axes(Y, X, Tokens), axes(Feature))
+    own = sorted(axes(*SITES), key=lambda i: SITES.index(type(atoms[i])))
+    return SplitAxes(tuple(sizes), axes(Batch), tuple(own), axes(Feature))
 
 
 def tap_parts(tap: Tap, rows: Tensor, layout: Layout, member: int) -> list[Tensor]:

@@ -164,7 +164,6 @@ def trial_batches(denoiser: CompiledDenoiser, step: EditStep) -> Iterator[list[E
     for ratio, count, again in TRIALS:
         mask = square_mask(step.cache.sizes, ratio)
         assert mask is not None, "less than all sites"
-        mask = mask.reshape(step.mask.shape)
         plan = dict.fromkeys(regions, torch.ones_like(mask)) if again else {}
         masks = [turned(mask, number) for number in range(count)]
         yield [dataclasses.replace(step, mask=m, plan=plan, wide={}) for m in masks]

@@ -86,7 +86,7 @@ class ActiveSites:
             return padding[0] - self.count(padding[1])
         if level is not None:
             h, w = self.grid(level)
-            return h * w
+            return self.pyramid.frames * h * w
         if fixed is not None:
             return fixed
         return self.sizes["tokens" if is_image(segment) else segment]
@@ -137,7 +137,8 @@ class ActiveSites:
 
     def _mask_at(self, level: int | None, region: int) -> Mask:
         if self.mask is None:
-            shape = (self.sizes["tokens"],) if level is None else self.grid(level)
+            own = self.pyramid
+            shape = (self.sizes["tokens"],) if level is None else own.sites_shape(self.grid(level))
             return Mask(torch.ones(shape, dtype=torch.bool))
         parent = None if level is None else self.pyramid.levels[level].parent
         if level is None or parent is None:
@@ -199,8 +200,9 @@ class ActiveSites:
         key = bare, self.place(f"grid{window.source}")[1]
         if key not in self._windows:
             source, target = self.grid(window.source), self.grid(window.target)
-            places = full_window(bare, source, target)
-            sites = source[0] * source[1]
+            frames = self.pyramid.frames
+            places = full_window(bare, source, target, frames)
+            sites = frames * source[0] * source[1]
             here = self.active(f"grid{window.source}")
             if self.mask is None:
                 self._windows[key] = torch.from_numpy(places), here[:0]
@@ -221,7 +223,7 @@ class ActiveSites:
         """Return the (targets, places) weights of a window on the full grid."""
         bare = replace(window, source=self._base(window.source), target=self._base(window.target))
         sizes = self.grid(window.source), self.grid(window.target)
-        return torch.from_numpy(window_weights(bare, *sizes))
+        return torch.from_numpy(np.tile(window_weights(bare, *sizes), (self.pyramid.frames, 1)))
 
     def parents(self, source: int, target: int) -> Tensor:
         """Return, for each active finer site, its row among the coarser level's active ones."""

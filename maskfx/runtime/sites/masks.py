@@ -17,7 +17,7 @@ from maskfx.errors import MaskError
 from maskfx.ir.grids import full_window
 from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Interface
-from maskfx.ir.pyramid import Window
+from maskfx.ir.pyramid import Window, mask_shape
 from maskfx.ir.sources import Halo, Kept, Loaded, Rest, RestStats, RestSum
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.mask import Mask
@@ -100,7 +100,7 @@ class Reach:
 
 def find_reach(interface: Interface, sizes: dict[str, int], masks: Masks) -> Reach:
     """Return the sites that edits with these masks can read, with any plan."""
-    wanted = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
+    wanted = mask_shape(sizes)
     if masks.ever.shape != wanted:
         raise MaskError(
             f"Masks are of size {tuple(masks.ever.shape)}, the recording is of {wanted}; give "
@@ -150,8 +150,8 @@ def find_reach(interface: Interface, sizes: dict[str, int], masks: Masks) -> Rea
 def halo_of(window: Window, ever: ActiveSites, always: ActiveSites) -> Tensor:
     """Return the sites that can be inactive while the window of an active site reads them."""
     source, target = ever.grid(window.source), ever.grid(window.target)
-    places = full_window(window, source, target)
+    places = full_window(window, source, target, ever.pyramid.frames)
     read = torch.from_numpy(places)[ever.active(f"grid{window.target}")].unique()
-    inside = read[read < source[0] * source[1]]
+    inside = read[read < ever.count(f"grid{window.source}")]
     found: Tensor = inside[~torch.isin(inside, always.active(f"grid{window.source}"))]
     return found

@@ -72,7 +72,7 @@ class Footprint:
                 "pass example_inputs to compile(); explain() prints whether all of it runs dense"
             )
         size, sizes = masks.ever.shape, {**flops.capture_sizes(chosen.capture.pyramid), "batch": 1}
-        sizes.update({"y": size[0], "x": size[1]} if len(size) == 2 else {"tokens": size[0]})
+        sizes.update({"tokens": size[0]} if len(size) == 1 else {"y": size[-2], "x": size[-1]})
         sites = ActiveSites(chosen.program.interface.pyramid, sizes, None)
         return Footprint(chosen.program, sites, masks, output_dtype(chosen))
 

@@ -1,0 +1,74 @@
+"""How views regroup the atoms of a lane, from one level of the image to another.
+
+A site axis splits into a coarser level's axis and features, and such pairs merge back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from maskfx.ir.lanes import Atom, Dim, Feature, NotLaned, X, Y, atom_name
+from maskfx.ir.pyramid import Level, Pyramid
+
+
+def regroup(atoms: Iterable[Atom], sizes: Sequence[int], pyramid: Pyramid) -> tuple[Dim, ...]:
+    """Return the dimensions of a view: the same atoms in the same order, regrouped.
+
+    Features split where needed. A site axis may split into a coarser level's axis and features
+    (patchify), and such a pair merges back into the finer level's axis (unpatchify).
+    """
+    left = [a for a in atoms if pyramid.size(a) != 1]
+    dims: list[Dim] = []
+    for size in sizes:
+        dim: list[Atom] = []
+        need = size
+        while need > 1:
+            if not left:
+                raise NotLaned(f"no axes are left for a view to {list(sizes)}")
+            atom = left.pop(0)
+            have = pyramid.size(atom)
+            if need % have == 0:
+                dim.append(atom)
+                need //= have
+            elif have % need == 0:
+                first, second = split_atom(atom, need, pyramid)
+                dim.append(first)
+                left.insert(0, second)
+                need = 1
+            else:
+                raise NotLaned(f"a view to {list(sizes)} cuts across {atom_name(atom)}")
+        dims.append(tuple(dim))
+    if any(pyramid.size(a) != 1 for a in left):
+        raise NotLaned(f"a view to {list(sizes)} drops {[atom_name(a) for a in left]}")
+    return merge_patches(tuple(dims), pyramid)
+
+
+def split_atom(atom: Atom, first: int, pyramid: Pyramid) -> tuple[Atom, Atom]:
+    """Split an atom into a product of two, the first of the given size."""
+    if isinstance(atom, Feature):
+        return Feature(first), Feature(atom.size // first)
+    if isinstance(atom, (Y, X)):
+        patch = pyramid.size(atom) // first
+        if patch > 16:
+            raise NotLaned(f"{atom_name(atom)} is split into {first} x {patch}")
+        coarse = pyramid.derive(Level(parent=atom.level, divide=(patch, patch)))
+        return replace(atom, level=coarse), Feature(patch)
+    raise NotLaned(f"{atom_name(atom)} is split into {first} x {pyramid.size(atom) // first}")
+
+
+def merge_patches(dims: tuple[Dim, ...], pyramid: Pyramid) -> tuple[Dim, ...]:
+    """Merge (y1 p) and (x1 p) into the finer level's y0 and x0, if both are present."""
+    ys = [(i, d) for i, d in enumerate(dims) if len(d) == 2 and isinstance(d[0], Y)]
+    xs = [(i, d) for i, d in enumerate(dims) if len(d) == 2 and isinstance(d[0], X)]
+    if len(ys) != 1 or len(xs) != 1:
+        return dims
+    (iy, dy), (ix, dx) = ys[0], xs[0]
+    if not (isinstance(dy[1], Feature) and isinstance(dx[1], Feature) and dy[1] == dx[1]):
+        return dims
+    assert isinstance(dy[0], Y)
+    coarse, patch = dy[0].level, dy[1].size
+    fine = pyramid.derive(Level(parent=coarse, times=(patch, patch)))
+    out = list(dims)
+    out[iy], out[ix] = (pyramid.y(fine),), (pyramid.x(fine),)
+    return tuple(out)
