@@ -333,10 +333,15 @@ def shape_hint(value: torch.Tensor) -> list[int]:
 def int_hint(size: IntLikeType) -> int:
     """Return a size at capture; a symbolic size returns its hint, without adding a guard."""
     if isinstance(size, torch.SymInt):
-        if size.node.hint is None:
+        if has_no_hint(size):
             raise NotLaned(f"the size {size} depends on what a tensor holds")
         return int(size.node.hint)
     return int(size)
+
+
+def has_no_hint(size: IntLikeType) -> bool:
+    """Return True for a size that depends on what a tensor holds."""
+    return isinstance(size, torch.SymInt) and size.node.hint is None
 
 
 def node_shape(node: fx.Node) -> list[int]:

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import shape_hint
+from maskfx.ir.lanes import has_no_hint, shape_hint
 from maskfx.passes.context import PassContext, argument, aten, node_at, node_value, op_name
 from maskfx.passes.spelling import Speller
 
@@ -192,8 +192,11 @@ def scaled(found: Scores) -> bool:
 
 def is_wide(value: object, node: fx.Node) -> bool:
     """Return True if a value has the shape of what is made of it."""
-    own = node_value(value) if isinstance(value, fx.Node) else None
-    return isinstance(own, torch.Tensor) and shape_hint(own) == shape_hint(node_value(node))
+    own, wanted = (node_value(n) if isinstance(n, fx.Node) else None for n in (value, node))
+    if not isinstance(own, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+        return False
+    known = not any(has_no_hint(size) for v in (own, wanted) for size in v.shape)
+    return known and shape_hint(own) == shape_hint(wanted)
 
 
 def padded(shape: list[int], rank: int) -> list[int]:

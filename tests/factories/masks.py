@@ -1,6 +1,7 @@
 """Masks as users draw them, and awkward ones; each from a shape and a seed alone.
 
-A shape is (height, width) or (tokens,); the drawn kinds see tokens as a grid as square as can be.
+A shape is (height, width), that with frames first, or (tokens,). The drawn kinds see tokens as a
+grid as square as can be, and draw anew in each frame of a video.
 No mask is empty but `empty`, and none but `full` (or a grid too small to leave a rest) is full.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import wraps
 
 import numpy as np
 import torch
@@ -15,6 +17,18 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 Maker = Callable[[Shape, int], Tensor]
+
+
+def each_frame(draw: Maker) -> Maker:
+    """Draw anew in each frame of a video."""
+
+    @wraps(draw)
+    def drawn(shape: Shape, seed: int) -> Tensor:
+        if len(shape) < 3:
+            return draw(shape, seed)
+        return torch.stack([draw(shape[1:], seed + frame) for frame in range(shape[0])])
+
+    return drawn
 
 
 def random(shape: Shape, seed: int, ratio: float = 0.2) -> Tensor:
@@ -31,6 +45,7 @@ def dense_random(shape: Shape, seed: int) -> Tensor:
     return random(shape, seed, 0.7)
 
 
+@each_frame
 def stroke(shape: Shape, seed: int) -> Tensor:
     """One to three thick polylines, as a brush leaves them."""
     height, width = grid(shape)
@@ -57,6 +72,7 @@ def one_site(shape: Shape, seed: int) -> Tensor:
     return mask.view(shape)
 
 
+@each_frame
 def border(shape: Shape, seed: int) -> Tensor:
     """The outermost sites on all sides: every window of theirs is cut off."""
     mask = torch.ones(grid(shape), dtype=torch.bool)
@@ -64,6 +80,7 @@ def border(shape: Shape, seed: int) -> Tensor:
     return mask.view(shape)
 
 
+@each_frame
 def square(shape: Shape, seed: int) -> Tensor:
     """A rectangle of about half of each side."""
     height, width = grid(shape)

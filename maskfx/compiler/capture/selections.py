@@ -48,6 +48,7 @@ class Selection:
         mask: the boolean mask over its first axis.
         select: returns what the mask selects.
         negated: by id, masks and what they are the negation of.
+        origin: the tensor whose part it stands for; another than the source if it holds zeros.
     """
 
     def __init__(
@@ -56,8 +57,15 @@ class Selection:
         mask: Tensor,
         select: Callable[[Tensor, Tensor], Tensor],
         negated: dict[int, tuple[Tensor, Tensor]],
+        origin: Tensor | None = None,
     ) -> None:
         self.source, self.mask, self.select, self.negated = source, mask, select, negated
+        self.origin = source if origin is None else origin
+
+    def zeros(self) -> Selection:
+        """Return as many zeros."""
+        blank = torch.zeros_like(self.source)
+        return Selection(blank, self.mask, self.select, self.negated, self.origin)
 
     def selected(self) -> Tensor:
         return self.select(self.source, self.mask)
@@ -80,6 +88,8 @@ class Selection:
         named: dict[str, Any] | None = None,
     ) -> Any:
         named = named or {}
+        if func is torch.zeros_like and not named:
+            return args[0].zeros()
         if func in CATS:
             parts, dim = args[0], args[1] if len(args) > 1 else named.get("dim", 0)
             found = reordered(list(parts)) if dim == 0 else None
@@ -113,20 +123,22 @@ for _name in OPERATORS:
 def reordered(parts: list[Any]) -> Tensor | None:
     """Return the parts as a reordering of what they were selected from, or None if they aren't."""
     sources: list[Tensor] = []
+    origins: list[Tensor] = []
     keys: list[Any] = []
     for number, part in enumerate(parts):
         if not isinstance(part, Selection):
             sources.append(part)
             keys.append(number)
             continue
-        if any(part.source is source for source in sources):
+        if any(part.origin is origin for origin in origins):
             continue
         mates = [
-            i for i, p in enumerate(parts) if isinstance(p, Selection) and p.source is part.source
+            i for i, p in enumerate(parts) if isinstance(p, Selection) and p.origin is part.origin
         ]
         if len(mates) != 2 or not opposite(part, parts[mates[1]]):
             return None
-        sources.append(part.source)
+        origins.append(part.origin)
+        sources.append(united(part, parts[mates[1]]))
         keys.append(torch.where(part.mask, mates[0], mates[1]))
     if any(source.dim() != sources[0].dim() for source in sources):
         return None
@@ -136,6 +148,14 @@ def reordered(parts: list[Any]) -> Tensor | None:
     ]
     order = torch.argsort(torch.cat(spelled), stable=True)
     return torch.index_select(torch.cat(sources), 0, order)
+
+
+def united(one: Selection, other: Selection) -> Tensor:
+    """Return a tensor of which both are parts."""
+    if one.source is other.source:
+        return one.source
+    mask = one.mask.reshape(-1, *[1] * (one.source.dim() - 1))
+    return torch.where(mask, one.source, other.source)
 
 
 def opposite(one: Selection, other: Selection) -> bool:
