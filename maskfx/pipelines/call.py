@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from maskfx.errors import EngineError, InputError
+from maskfx.errors import EngineError
 from maskfx.ir import progress
 from maskfx.pipelines.autoencoder import AutoencoderCalls
+from maskfx.pipelines.call_checks import check_options, check_quality
 from maskfx.pipelines.call_handler import CallHandler
 from maskfx.pipelines.callbacks import callbacks_of, may_set, without_callbacks
 from maskfx.pipelines.interception import watched
@@ -50,6 +51,7 @@ from maskfx.pipelines.template_key import (
     recording_arguments,
     seeded_noise,
 )
+from maskfx.pipelines.videos import VIDEO, is_video
 from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
 
 # why a run with parallel="late" may be one that waits
@@ -127,15 +129,18 @@ class PipelineCall:
     @property
     def mask(self) -> Any:
         """The mask, passed to the pipeline or to maskfx; None without one."""
-        own = self.state.accepts_mask
-        return self.arguments.get("mask_image") if own else self.options.mask_image
+        own = self.state.mask_name
+        return self.options.mask_image if own is None else self.arguments.get(own)
 
     @property
     def image(self) -> Any:
         """The pipeline's own `image`: the picture to edit, references or a control image.
 
         A pipeline that enlarges pictures has the one to edit in `original_image`, if it takes it.
+        One that makes videos has a video, if it takes one; pictures are frames to begin with.
         """
+        if self.state.makes_video:
+            return self.arguments.get(VIDEO)
         original = self.arguments.get("original_image")
         return self.arguments.get("image") if original is None else original
 
@@ -155,10 +160,14 @@ class PipelineCall:
                 found = found[0]
         if found is None and isinstance(self.options.template, Template):
             found = self.options.template.images
+        if self.state.makes_video:
+            return found if is_video(found) else None
         return found if is_picture(found) else None
 
     def count_edited(self, masks: int) -> int:
         """Return how many images to edit, or masks of them, the pipeline itself receives."""
+        if self.state.makes_video:  # its masks are those of frames
+            return 1
         images = count_pictures(self.image)
         if images > 1 and (not self.accepts_image() or self.combines_images()):
             images = 1
@@ -171,7 +180,8 @@ class PipelineCall:
 
         def probe() -> bool:
             black, white = (
-                self._first_inputs(mask_image=like_mask(self.mask, value)) for value in (0, 1)
+                self._first_inputs(**{str(self.state.mask_name): like_mask(self.mask, value)})
+                for value in (0, 1)
             )
             return not same_inputs(black, white)
 
@@ -205,6 +215,8 @@ class PipelineCall:
         """
         images = self.image
         if not isinstance(images, (list, tuple)) or len(images) < 2 or not self.accepts_image():
+            return False
+        if self.state.makes_video:
             return False
 
         def probe() -> bool:
@@ -280,7 +292,7 @@ class PipelineCall:
             or (not self.quality.any_mask and self.sends_mask())
         )
         arguments, name = recording_arguments(
-            state.call, self.arguments, masked, state.usual, own_prompt
+            state.call, self.arguments, masked, state.usual, own_prompt, state.mask_name
         )
         adapters = self.adapters.recorded.key
         whole = digest([name, state.digest(self.pipe), *([adapters] if adapters else [])])[:32]
@@ -350,50 +362,3 @@ class PipelineCall:
         finally:
             if run.rows is not None:
                 run.rows.forget()
-
-
-def template_name(template: object, where: str) -> str:
-    """Return the name of a template passed by the caller; `where` begins the error message."""
-    if not isinstance(template, (Template, str)):
-        raise InputError(
-            f"{where}{template!r:.60}: expected the result of maskfx.template(...), the .template "
-            "of a call's result, or its name"
-        )
-    return template.name if isinstance(template, Template) else template
-
-
-def check_quality(quality: Quality, usual: Quality, denoisers: Sequence[str]) -> None:
-    if quality.control == "late" and len(denoisers) == 1:
-        raise InputError(
-            f'Quality(control="late"): the pipeline has one denoiser ({denoisers[0]}), and no '
-            "network such as a ControlNet beside it whose result could be late; leave control out"
-        )
-    if quality.vae == "mask" and not usual.codes:
-        raise InputError(
-            'Quality(vae="mask"): the pipeline was compiled with vae="full", so its templates hold '
-            "no recordings of the VAE; pass that quality to compile() too, or leave vae out"
-        )
-
-
-def check_options(options: CallOptions, masked: bool, records: bool) -> None:
-    if options.template is not None:
-        template_name(options.template, "template=")
-    if options.image is not None and not masked:
-        raise InputError(
-            "image= without a mask: this pipeline generates pictures, and image= is only the "
-            "picture to edit; pass mask_image= too, or leave image= out"
-        )
-    if (options.template is not None or options.record) and not records:
-        raise InputError(
-            "template= or record=True: the pipeline is compiled with a mode that records nothing; "
-            'use compile(pipe, mode="mask_cache"), or leave them out'
-        )
-    if options.template is not None and not masked:
-        raise InputError(
-            "template= without a mask: pass mask_image=, the part of the picture to edit"
-        )
-    if options.record and masked:
-        raise InputError(
-            "record=True with a mask: a template is recorded without one; call maskfx.template() "
-            "for a picture, or leave mask_image= out"
-        )

@@ -20,7 +20,8 @@ from maskfx.config import Settings
 from maskfx.errors import EngineError, InputError
 from maskfx.ir import progress
 from maskfx.pipelines.autoencoder import find_methods, method_of, same_method
-from maskfx.pipelines.call import PipelineCall, template_name
+from maskfx.pipelines.call import PipelineCall
+from maskfx.pipelines.call_checks import template_name
 from maskfx.pipelines.check_settings import check_budget, check_costs
 from maskfx.pipelines.encoder_cache import REMEMBER, EncoderCache, Encoders
 from maskfx.pipelines.execute import execute

@@ -24,6 +24,7 @@ from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.schedule import Schedule
 from maskfx.pipelines.template_library import TemplateIncomplete
 from maskfx.pipelines.template_reader import TemplateReader
+from maskfx.pipelines.videos import VideoMask
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.reuse.session import EditSession
@@ -44,6 +45,7 @@ class EditHandler:
             them one by one (a a b b) and not as a row (a b a b).
         passed: Whether the caller passed the template, for any images that this call makes.
         patches: Reuses patches across steps in calls without a recording of the template.
+        video: Where latents have frames, and the masks of these.
     """
 
     splits: ClassVar[bool] = True
@@ -56,6 +58,7 @@ class EditHandler:
     row: int = 1
     passed: bool = False
     patches: PatchSessions | None = None
+    video: VideoMask = field(default_factory=VideoMask)
     in_full: bool = False  # a call that has a recording was computed without it
     _grids: MaskGrids | None = None  # None until latents or inputs are known
     _sessions: dict[str, EditSession] = field(default_factory=dict)
@@ -90,9 +93,11 @@ class EditHandler:
     ) -> Sequence[Any]:
         left, top, right, bottom = box or (0, 0, *self.mask.shape[::-1])
         size = int(height or bottom - top), int(width or right - left)
-        grids = MaskGrids(
-            frame_mask(self.mask, box, size), self.quality.margin, first_tensor(outputs)
-        )
+        video = self.video
+        if video.frames is not None:
+            video = replace(video, frames=framed(video.frames, box, size))
+        mask = frame_mask(self.mask, box, size)
+        grids = MaskGrids(mask, self.quality.margin, first_tensor(outputs), video)
         if repeats_each(outputs, self.row):
             self.row = 1
         self._grids = grids
@@ -203,7 +208,7 @@ class EditHandler:
         key = part.position.name, None if picture is None else picture.shape[1:]
         if key not in self._masks:
             if self._grids is None:  # no `prepare_latents` of the pipeline was observed
-                self._grids = MaskGrids(self.mask, self.quality.margin)
+                self._grids = MaskGrids(self.mask, self.quality.margin, video=self.video)
             flat = self._grids.flat  # then the denoiser isn't even captured
             shape = None if flat else mask_shape_of(part.denoiser, part.inputs)
             self._masks[key] = None if shape is None else self._grids.of_input(shape, picture)
@@ -224,6 +229,10 @@ class InterruptedHandler(EditHandler):
     ) -> Sequence[Any]:
         self.pipe._interrupt = True
         return EditHandler.prepare(self, outputs, height, width, box)
+
+
+def framed(masks: Tensor, box: Box | None, size: tuple[int, int]) -> Tensor:
+    return torch.stack([frame_mask(mask, box, size) for mask in masks])
 
 
 def first_tensor(values: Sequence[object]) -> Tensor | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from maskfx.pipelines.masks import grid_of, grown, margin_sites, pooled
+from maskfx.pipelines.videos import VideoMask, latent_masks
 from maskfx.runtime.devices import moved
 
 
@@ -24,6 +25,7 @@ class MaskGrids:
     pixels: Tensor  # mask of the image or crop that the pipeline works on
     margin: int = 0
     latents: Tensor | None = None  # initial latents of the run
+    video: VideoMask = field(default_factory=VideoMask)
     _grids: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     _over: dict[tuple[tuple[int, ...], torch.device], Tensor | None] = field(default_factory=dict)
 
@@ -47,9 +49,15 @@ class MaskGrids:
         if len(shape) not in (4, 5):
             return None
         last, before = tuple(shape[-2:]), tuple(shape[-3:-1])
-        if not self._scales_to(last) and self._scales_to(before):
-            return self.grid(before)[..., None]  # the channels are last
-        return self.grid(last)
+        channels_last = not self._scales_to(last) and self._scales_to(before)
+        size = before if channels_last else last
+        if self.video.frames is None or len(shape) == 4:
+            return self.grid(size)[..., None] if channels_last else self.grid(size)
+        if channels_last:
+            return self.frames(shape[1], size)[..., None]
+        axis = self.video.axis(shape)
+        masks = self.frames(shape[axis], size)
+        return masks if axis == 2 else masks[:, None]
 
     def _scales_to(self, size: tuple[int, ...]) -> bool:
         """Return True if sites of this many rows and columns are squares of pixels."""
@@ -59,10 +67,12 @@ class MaskGrids:
     def of_input(self, shape: Sequence[int], tokens: Tensor | None) -> Tensor | None:
         """Return the mask of a denoiser call with sites of shape (height, width) or (tokens,).
 
-        Return None if the sites can't be located on the image.
+        A video's shape has frames first. Return None if the sites can't be located on the image.
         """
         if self.flat:
             return None
+        if len(shape) == 3:
+            return self._of_video((shape[0], shape[1], shape[2]), tokens)
         if len(shape) == 2:
             return self._of_picture(tuple(shape), tokens)
         layout = self.layout(shape, tokens)
@@ -92,6 +102,38 @@ class MaskGrids:
                     return mask
         # the latents in another resolution; else their place in the picture isn't known
         return self.grid(size) if size[0] * width == size[1] * height else None
+
+    def _of_video(self, shape: tuple[int, int, int], video: Tensor | None) -> Tensor | None:
+        """Return the mask of a denoiser's video, of which the latents may be some frames."""
+        count, size, own = shape[0], shape[1:], self.latents
+        if own is None or own.dim() != 5 or video is None or video.dim() != 5:
+            return self.frames(count, size)
+        axis = self.video.axis(own.shape)
+        few = own.shape[axis]
+        if few == count:
+            return self.frames(count, size)
+        channels = own.shape[3 - axis]
+        wanted = own[:1].transpose(1, 2) if axis == 1 else own[:1]
+        given = video.transpose(1, 2) if video.shape[1] == count else video
+        for first in range(count - few + 1):
+            part = given[:1, :channels, first : first + few]
+            if part.shape == wanted.shape and torch.equal(part, wanted.to(part)):
+                inside = self.frames(few, size)
+                mask = torch.full(shape, bool(inside.all()))
+                mask[first : first + few] = inside
+                return mask
+        return None
+
+    def frames(self, count: int, size: tuple[int, ...]) -> Tensor:
+        """Return the masks of latent frames of a size: (frames, height, width)."""
+        if self.video.frames is None:
+            return self.grid(size).expand(count, -1, -1)
+        key = (count, *size)
+        if key not in self._grids:
+            sites = margin_sites(self.margin, self.pixels.shape[0] / size[0])
+            masks = latent_masks(self.video.frames, count)
+            self._grids[key] = torch.stack([grown(pooled(mask, size), sites) for mask in masks])
+        return self._grids[key]
 
     def layout(
         self, shape: Sequence[int], tokens: Tensor | None

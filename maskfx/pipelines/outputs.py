@@ -41,6 +41,8 @@ def images_of(result: object) -> Any:
 
 def name_of_images(result: object) -> str:
     """Return the attribute of a result that has its images; most pipelines call it `images`."""
+    if hasattr(result, "frames"):
+        return "frames"
     return "image" if hasattr(result, "image") and not hasattr(result, "images") else "images"
 
 

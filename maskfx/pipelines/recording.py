@@ -10,7 +10,8 @@ import torch
 
 from maskfx.errors import AdapterError, BudgetError, Cancelled, EngineError, InputError
 from maskfx.ir import progress
-from maskfx.pipelines.call import PipelineCall, TemplateKey, template_name
+from maskfx.pipelines.call import PipelineCall, TemplateKey
+from maskfx.pipelines.call_checks import template_name
 from maskfx.pipelines.call_handler import RecordHandler
 from maskfx.pipelines.masks import empty_mask, is_picture
 from maskfx.pipelines.modular import errors_hidden
@@ -18,6 +19,7 @@ from maskfx.pipelines.outputs import as_list, images_of, set_template, single_pi
 from maskfx.pipelines.state import Template
 from maskfx.pipelines.template_key import TEMPLATE, count_pictures, digest, seeded_noise
 from maskfx.pipelines.template_library import TemplateSource
+from maskfx.pipelines.videos import frames_of, is_video
 from maskfx.runtime.reuse.step_selection import EVERY_STEP
 
 log = logging.getLogger(__name__)
@@ -235,7 +237,8 @@ def record_result(call: PipelineCall) -> tuple[object, Template]:
     if not library.is_stored(name, state.denoisers):
         state.notes["a picture's template isn't kept: it is larger than the tiers' room"] += 1
     images = images_of(result) if call.returns_pictures else None
-    template = Template(name, images if is_picture(images) else None)
+    pixels = is_video(images) if state.makes_video else is_picture(images)
+    template = Template(name, images if pixels else None)
     library.add_pictures(name, [digest(one) for one in single_pictures(template.images)])
     set_template(result, template)
     return result, template
@@ -251,9 +254,10 @@ def prepare_template(call: PipelineCall) -> Template:
     if not call.accepts_image():
         template = record_result(call)[1]
     else:
-        if state.accepts_mask and call.mask is None:
-            arguments = {**call.arguments, "mask_image": empty_mask(call.image)}
-            call = call.with_arguments(arguments)
+        if state.mask_name is not None and call.mask is None:
+            mask = empty_mask(call.image)
+            blank = [mask] * len(frames_of(call.image)) if state.makes_video else mask
+            call = call.with_arguments({**call.arguments, state.mask_name: blank})
             if not call.quality.any_mask and call.sends_mask():
                 raise InputError(
                     f"maskfx.template({pipeline}): the denoiser's inputs depend on the mask, so a "

@@ -24,6 +24,12 @@ from maskfx.pipelines.schedule import steps_read_mask
 from maskfx.pipelines.state import Template
 from maskfx.pipelines.template_library import ScheduleMismatch, TemplateIncomplete, TemplateSource
 from maskfx.pipelines.template_reader import TemplateReader
+from maskfx.pipelines.videos import (
+    VideoMask,
+    frame_masks,
+    latent_channels,
+    overlay_video,
+)
 from maskfx.runtime.cpu_threads import sharing_cores
 
 NOTED = 0.5  # seconds of capture from which the first edit's cost names it
@@ -71,7 +77,8 @@ def serve_edit(call: PipelineCall) -> object:
     if call.state.accepts_mask and steps_read_mask(call.pipe):
         call.state.notes["its scheduler applies the mask, in its own way, so edits run dense"] += 1
         return call.run(DenseHandler())
-    masks = pixel_masks(call.mask)
+    given = frame_masks(call.mask) if call.state.makes_video else call.mask
+    masks = pixel_masks(given)
     if call.state.accepts_mask and call.options.template is None and not torch.stack(masks).any():
         call.state.notes["its mask masks nothing: the pipeline runs as it is"] += 1
         return call.run(DenseHandler())
@@ -80,7 +87,7 @@ def serve_edit(call: PipelineCall) -> object:
     if call.state.records:
         began = time.perf_counter()
         with progress.tally() as spent, sharing_cores():
-            result, handler = run_edit(call, torch.stack(masks).any(0), row)
+            result, handler = run_edit(call, torch.stack(masks), row)
         report_cost(handler, spent, time.perf_counter() - began)
         row = handler.row
         if handler.template is not None:
@@ -92,12 +99,16 @@ def serve_edit(call: PipelineCall) -> object:
     if original is None or not call.returns_pictures:
         return result
     feather = call.quality.feather
+    if call.state.makes_video:
+        return with_images(result, lambda video: overlay_video(video, original, masks, feather))
     return with_images(result, lambda images: overlay(images, original, masks, feather, row > 1))
 
 
 def check_picture(call: PipelineCall) -> None:
     """Refuse pictures of which none is the one that the mask is of."""
     images = call.image
+    if call.state.makes_video:
+        return
     nested = isinstance(images, (list, tuple)) and any(isinstance(v, (list, tuple)) for v in images)
     if nested and call.accepts_image():
         raise InputError(
@@ -126,14 +137,20 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
-def run_edit(call: PipelineCall, mask: Tensor, row: int) -> tuple[object, EditHandler]:
+def run_edit(call: PipelineCall, masks: Tensor, row: int) -> tuple[object, EditHandler]:
     """Run the pipeline once with an edit; return its result and the handler of the run.
+
+    Of several masks the edit is that of all; those of a video belong to its frames.
 
     If the template has lost an entry by the time it is read (a damaged file, a removed directory),
     or no longer fits, the edit restarts with the same noise after the template was recorded again.
     If the template was recorded with another schedule, it restarts with another template or none.
     """
     state, passed = call.state, call.options.template is not None
+    mask, several = masks.any(0), state.makes_video and len(masks) > 1
+    modules = (denoiser.module for denoiser in state.denoisers.values())
+    channels = [n for module in modules for n in latent_channels(module)]
+    video = VideoMask(masks if several else None, channels)
     mismatched: set[str] = set()
     chances = CHANCES
     while True:
@@ -148,7 +165,9 @@ def run_edit(call: PipelineCall, mask: Tensor, row: int) -> tuple[object, EditHa
             renewable = not passed and not state.library.made_picture(source.name) and chances > 1
             template = TemplateReader(state.library, source, renewable)
         patches = patch_sessions(call)
-        handler = EditHandler(mask, call.quality, template, state.notes, row, passed, patches)
+        handler = EditHandler(
+            mask, call.quality, template, state.notes, row, passed, patches, video=video
+        )
         try:
             with same_noise(call), closing(patches):
                 result = call.run(handler)

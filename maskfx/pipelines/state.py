@@ -20,6 +20,7 @@ from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.run import Execute, Shapes
 from maskfx.pipelines.template_key import PipelineFingerprint, digest
 from maskfx.pipelines.template_library import TemplateLibrary
+from maskfx.pipelines.videos import makes_video, mask_parameter
 from maskfx.pipelines.waiting import Wait, wait_uninterrupted
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -90,7 +91,16 @@ class PipelineState:
     @property
     def accepts_mask(self) -> bool:
         """Whether the pipeline itself accepts a mask."""
-        return "mask_image" in self.parameters
+        return self.mask_name is not None
+
+    @property
+    def mask_name(self) -> str | None:
+        """The parameter by which the pipeline itself accepts a mask; None without one."""
+        return mask_parameter(self.parameters)
+
+    @property
+    def makes_video(self) -> bool:
+        return makes_video(self.parameters)
 
     @property
     def records(self) -> bool:

@@ -68,6 +68,7 @@ def recording_arguments(
     masked: bool,
     usual: Mapping[str, object] | None = None,
     own_prompt: bool = False,
+    mask_name: str | None = "mask_image",
 ) -> tuple[dict[str, Any], str]:
     """Return the arguments of the run that records this call's template, and the template's name.
 
@@ -78,6 +79,7 @@ def recording_arguments(
         usual: Default arguments of the model that differ from those of its class.
         own_prompt: Record with the call's texts in place of empty ones, or with states of zeros in
             place of the call's text states.
+        mask_name: The parameter that is the mask.
     """
     parameters = inspect.signature(call).parameters
     defaults = {
@@ -91,9 +93,9 @@ def recording_arguments(
     batch = prompt_batch(arguments)
     out: dict[str, object] = {}
     for name, value in arguments.items():
-        if name == "mask_image" and not masked:
+        if name == mask_name and not masked:
             out[name] = like_mask(value, 0)
-        elif name == "num_images_per_prompt":
+        elif name in ("num_images_per_prompt", "num_videos_per_prompt"):
             if several:  # how images are repeated is up to the pipeline
                 out[name] = value
         elif own_prompt and "prompt" in name and is_text(value):
@@ -110,7 +112,7 @@ def recording_arguments(
             out[name] = usual_guidance(value, {**defaults, **(usual or {})}.get(name))
         elif not is_free(name):
             out[name] = value
-    key = {n: digest(only_one(v)) for n, v in out.items() if n != "mask_image" or masked}
+    key = {n: digest(only_one(v)) for n, v in out.items() if n != mask_name or masked}
     key = {n: v for n, v in key.items() if n not in defaults or v != digest(defaults[n])}
     text = json.dumps([type_name(call), sorted(key.items())])
     return out, hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -11,8 +11,8 @@ import torch
 from tests.factories.zoo import (
     CROSS,
     HEADS,
-    POOLED,
     PATCH_SIZES,
+    POOLED,
     TOKEN_SIZES,
     ZOO,
     Draw,
@@ -145,16 +145,37 @@ def stable_video_inputs(size: Size, seed: int) -> dict[str, Any]:
     return arguments
 
 
-WAN: dict[str, Any] = {**HEADS, "in_channels": 4, "out_channels": 4, "text_dim": CROSS,
-                       "freq_dim": 16, "ffn_dim": 64, "num_layers": 2, "rope_max_seq_len": 32}
+WAN: dict[str, Any] = {
+    **HEADS,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": CROSS,
+    "freq_dim": 16,
+    "ffn_dim": 64,
+    "num_layers": 2,
+    "rope_max_seq_len": 32,
+}
 COG: dict[str, Any] = {
-    **HEADS, "in_channels": 4, "out_channels": 4, "time_embed_dim": 16, "text_embed_dim": CROSS,
-    "num_layers": 2, "sample_width": 8, "sample_height": 8, "sample_frames": 9,
+    **HEADS,
+    "in_channels": 4,
+    "out_channels": 4,
+    "time_embed_dim": 16,
+    "text_embed_dim": CROSS,
+    "num_layers": 2,
+    "sample_width": 8,
+    "sample_height": 8,
+    "sample_frames": 9,
     "max_text_seq_length": 7,
 }
 HUNYUAN: dict[str, Any] = {
-    **HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
-    "num_refiner_layers": 1, "mlp_ratio": 2.0, "text_embed_dim": CROSS,
+    **HEADS,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "num_refiner_layers": 1,
+    "mlp_ratio": 2.0,
+    "text_embed_dim": CROSS,
     "rope_axes_dim": (4, 6, 6),
 }
 
@@ -168,84 +189,229 @@ def add_videos() -> None:
     masked = partial(video_inputs, text_mask="encoder_attention_mask")
     add_video("WanTransformer3DModel", video_inputs, WAN)
     add_video("WanTransformer3DModel-tokens", partial(wan_tokens, video_inputs), WAN)
-    add_video("WanVACETransformer3DModel", vace_inputs,
-              {**WAN, "vace_layers": [0, 1], "vace_in_channels": 6})
+    add_video(
+        "WanVACETransformer3DModel",
+        vace_inputs,
+        {**WAN, "vace_layers": [0, 1], "vace_in_channels": 6},
+    )
     add_video("SkyReelsV2Transformer3DModel", video_inputs, WAN)
-    add_video("SkyReelsV2Transformer3DModel-forced",
-              partial(each_frame, partial(forced, video_inputs)), WAN)
+    add_video(
+        "SkyReelsV2Transformer3DModel-forced",
+        partial(each_frame, partial(forced, video_inputs)),
+        WAN,
+    )
     add_video("ChronoEditTransformer3DModel", video_inputs, WAN)
-    add_video("HunyuanVideoTransformer3DModel",
-              partial(masked, pooled_text=True, guidance=True),
-              {**HUNYUAN, "pooled_projection_dim": POOLED})
-    add_video("HunyuanVideo15Transformer3DModel", hunyuan15_inputs,
-              {**only(HUNYUAN, "num_single_layers"), "text_embed_2_dim": 12, "image_embed_dim": 10},
-              sizes=TOKEN_SIZES)
-    add_video("CosmosTransformer3DModel", video_inputs,
-              {**HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2, "mlp_ratio": 2.0,
-               "text_embed_dim": CROSS, "adaln_lora_dim": 8, "max_size": (4, 32, 32),
-               "concat_padding_mask": False, "extra_pos_embed_type": "learnable"})
-    add_video("Kandinsky5Transformer3DModel-video", kandinsky_video,
-              {"in_text_dim": CROSS, "in_text_dim2": POOLED, "time_dim": 16, "model_dim": 32,
-               "ff_dim": 64, "num_text_blocks": 1, "num_visual_blocks": 2,
-               "axes_dims": (4, 6, 6), "in_visual_dim": 4, "out_visual_dim": 4})
-    add_video("JoyImageEditTransformer3DModel-references", video_inputs,
-              {"patch_size": [1, 2, 2], "in_channels": 4, "hidden_size": 32,
-               "num_attention_heads": 2, "text_dim": CROSS, "mlp_width_ratio": 2.0,
-               "num_layers": 2, "rope_dim_list": [4, 6, 6]})
+    add_video(
+        "HunyuanVideoTransformer3DModel",
+        partial(masked, pooled_text=True, guidance=True),
+        {**HUNYUAN, "pooled_projection_dim": POOLED},
+    )
+    add_video(
+        "HunyuanVideo15Transformer3DModel",
+        hunyuan15_inputs,
+        {**only(HUNYUAN, "num_single_layers"), "text_embed_2_dim": 12, "image_embed_dim": 10},
+        sizes=TOKEN_SIZES,
+    )
+    add_video(
+        "CosmosTransformer3DModel",
+        video_inputs,
+        {
+            **HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "mlp_ratio": 2.0,
+            "text_embed_dim": CROSS,
+            "adaln_lora_dim": 8,
+            "max_size": (4, 32, 32),
+            "concat_padding_mask": False,
+            "extra_pos_embed_type": "learnable",
+        },
+    )
+    add_video(
+        "Kandinsky5Transformer3DModel-video",
+        kandinsky_video,
+        {
+            "in_text_dim": CROSS,
+            "in_text_dim2": POOLED,
+            "time_dim": 16,
+            "model_dim": 32,
+            "ff_dim": 64,
+            "num_text_blocks": 1,
+            "num_visual_blocks": 2,
+            "axes_dims": (4, 6, 6),
+            "in_visual_dim": 4,
+            "out_visual_dim": 4,
+        },
+    )
+    add_video(
+        "JoyImageEditTransformer3DModel-references",
+        video_inputs,
+        {
+            "patch_size": [1, 2, 2],
+            "in_channels": 4,
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "text_dim": CROSS,
+            "mlp_width_ratio": 2.0,
+            "num_layers": 2,
+            "rope_dim_list": [4, 6, 6],
+        },
+    )
     cog = partial(video_inputs, frames_first=True)
     add_video("CogVideoXTransformer3DModel", cog, COG, sizes=fixed_text(PATCH_SIZES))
-    add_video("CogVideoXTransformer3DModel-rotary", partial(with_rotary, cog, 16),
-              {**COG, "use_rotary_positional_embeddings": True}, sizes=fixed_text(PATCH_SIZES))
-    add_video("MochiTransformer3DModel", masked,
-              {**HEADS, "patch_size": 2, "num_layers": 2, "pooled_projection_dim": 32,
-               "in_channels": 4, "text_embed_dim": CROSS, "time_embed_dim": 16,
-               "max_sequence_length": 16})
-    add_video("AllegroTransformer3DModel", partial(with_rotary_triple, masked),
-              {"num_attention_heads": 2, "attention_head_dim": 24, "in_channels": 4,
-               "out_channels": 4, "num_layers": 2, "cross_attention_dim": 48,
-               "caption_channels": CROSS, "sample_height": 16, "sample_width": 16,
-               "sample_frames": 3})
-    add_video("EasyAnimateTransformer3DModel", video_inputs,
-              {**HEADS, "in_channels": 4, "out_channels": 4, "patch_size": 2, "num_layers": 2,
-               "mmdit_layers": 1, "time_embed_dim": 16, "text_embed_dim": CROSS,
-               "sample_width": 16, "sample_height": 16})
-    add_video("MotifVideoTransformer3DModel", masked,
-              {**only(HUNYUAN, "num_refiner_layers"), "patch_size": 2})
-    add_video("SanaVideoTransformer3DModel", masked,
-              {**HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2,
-               "num_cross_attention_heads": 2, "cross_attention_head_dim": 16,
-               "cross_attention_dim": 32, "caption_channels": CROSS, "sample_size": 16})
-    add("LTXVideoTransformer3DModel", packed_video,
-        {"in_channels": 4, "out_channels": 4, **HEADS, "cross_attention_dim": 32,
-         "num_layers": 2, "caption_channels": CROSS},
-        mask_shape=lambda size: (FRAMES * size.height * size.width,), sizes=TOKEN_SIZES)
-    add_video("LatteTransformer3DModel", video_inputs,
-              {**HEADS, "in_channels": 4, "out_channels": 8, "num_layers": 2, "patch_size": 2,
-               "cross_attention_dim": 32, "caption_channels": CROSS, "sample_size": 8,
-               "num_embeds_ada_norm": 1000, "norm_type": "ada_norm_single",
-               "norm_elementwise_affine": False, "attention_bias": True,
-               "video_length": FRAMES})
+    add_video(
+        "CogVideoXTransformer3DModel-rotary",
+        partial(with_rotary, cog, 16),
+        {**COG, "use_rotary_positional_embeddings": True},
+        sizes=fixed_text(PATCH_SIZES),
+    )
+    add_video(
+        "MochiTransformer3DModel",
+        masked,
+        {
+            **HEADS,
+            "patch_size": 2,
+            "num_layers": 2,
+            "pooled_projection_dim": 32,
+            "in_channels": 4,
+            "text_embed_dim": CROSS,
+            "time_embed_dim": 16,
+            "max_sequence_length": 16,
+        },
+    )
+    add_video(
+        "AllegroTransformer3DModel",
+        partial(with_rotary_triple, masked),
+        {
+            "num_attention_heads": 2,
+            "attention_head_dim": 24,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "cross_attention_dim": 48,
+            "caption_channels": CROSS,
+            "sample_height": 16,
+            "sample_width": 16,
+            "sample_frames": 3,
+        },
+    )
+    add_video(
+        "EasyAnimateTransformer3DModel",
+        video_inputs,
+        {
+            **HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "patch_size": 2,
+            "num_layers": 2,
+            "mmdit_layers": 1,
+            "time_embed_dim": 16,
+            "text_embed_dim": CROSS,
+            "sample_width": 16,
+            "sample_height": 16,
+        },
+    )
+    add_video(
+        "MotifVideoTransformer3DModel",
+        masked,
+        {**only(HUNYUAN, "num_refiner_layers"), "patch_size": 2},
+    )
+    add_video(
+        "SanaVideoTransformer3DModel",
+        masked,
+        {
+            **HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "num_cross_attention_heads": 2,
+            "cross_attention_head_dim": 16,
+            "cross_attention_dim": 32,
+            "caption_channels": CROSS,
+            "sample_size": 16,
+        },
+    )
+    add(
+        "LTXVideoTransformer3DModel",
+        packed_video,
+        {
+            "in_channels": 4,
+            "out_channels": 4,
+            **HEADS,
+            "cross_attention_dim": 32,
+            "num_layers": 2,
+            "caption_channels": CROSS,
+        },
+        mask_shape=lambda size: (FRAMES * size.height * size.width,),
+        sizes=TOKEN_SIZES,
+    )
+    add_video(
+        "LatteTransformer3DModel",
+        video_inputs,
+        {
+            **HEADS,
+            "in_channels": 4,
+            "out_channels": 8,
+            "num_layers": 2,
+            "patch_size": 2,
+            "cross_attention_dim": 32,
+            "caption_channels": CROSS,
+            "sample_size": 8,
+            "num_embeds_ada_norm": 1000,
+            "norm_type": "ada_norm_single",
+            "norm_elementwise_affine": False,
+            "attention_bias": True,
+            "video_length": FRAMES,
+        },
+    )
     halves: dict[str, Any] = {
-        "in_channels": 4, "out_channels": 4, "block_out_channels": (16, 32),
-        "layers_per_block": 1, "norm_num_groups": 8, "cross_attention_dim": CROSS,
+        "in_channels": 4,
+        "out_channels": 4,
+        "block_out_channels": (16, 32),
+        "layers_per_block": 1,
+        "norm_num_groups": 8,
+        "cross_attention_dim": CROSS,
     }
-    add_video("UNet3DConditionModel", motion_inputs,
-              {**halves, "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
-               "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"), "attention_head_dim": 8},
-              sizes=HALVED_SIZES)
-    add_video("UNetMotionModel", animated_inputs,
-              {**halves, "down_block_types": ("CrossAttnDownBlockMotion", "DownBlockMotion"),
-               "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion"),
-               "num_attention_heads": 2, "motion_num_attention_heads": 2,
-               "use_motion_mid_block": True}, sizes=HALVED_SIZES)
-    add_video("UNetSpatioTemporalConditionModel", stable_video_inputs,
-              {**only(halves, "norm_num_groups"), "in_channels": 8,
-               "block_out_channels": (32, 64),
-               "down_block_types": ("CrossAttnDownBlockSpatioTemporal",
-                                    "DownBlockSpatioTemporal"),
-               "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-               "num_attention_heads": (2, 4), "addition_time_embed_dim": 8,
-               "projection_class_embeddings_input_dim": 24}, sizes=HALVED_SIZES)
+    add_video(
+        "UNet3DConditionModel",
+        motion_inputs,
+        {
+            **halves,
+            "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+            "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
+            "attention_head_dim": 8,
+        },
+        sizes=HALVED_SIZES,
+    )
+    add_video(
+        "UNetMotionModel",
+        animated_inputs,
+        {
+            **halves,
+            "down_block_types": ("CrossAttnDownBlockMotion", "DownBlockMotion"),
+            "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion"),
+            "num_attention_heads": 2,
+            "motion_num_attention_heads": 2,
+            "use_motion_mid_block": True,
+        },
+        sizes=HALVED_SIZES,
+    )
+    add_video(
+        "UNetSpatioTemporalConditionModel",
+        stable_video_inputs,
+        {
+            **only(halves, "norm_num_groups"),
+            "in_channels": 8,
+            "block_out_channels": (32, 64),
+            "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+            "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+            "num_attention_heads": (2, 4),
+            "addition_time_embed_dim": 8,
+            "projection_class_embeddings_input_dim": 24,
+        },
+        sizes=HALVED_SIZES,
+    )
 
 
 def forced(inputs: Inputs, size: Size, seed: int) -> dict[str, Any]:

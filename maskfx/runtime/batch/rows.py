@@ -165,7 +165,9 @@ def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: ActiveSites, index
         view = view.flatten(1, own)  # a view: rows of sites follow each other
     elif own > 1:
         places = list(torch.unravel_index(index, sizes))
-    view[slice(None), *places] = rows.view(rows.shape[0], len(index), *view.shape[1 + len(places) :])
+    view[slice(None), *places] = rows.view(
+        rows.shape[0], len(index), *view.shape[1 + len(places) :]
+    )
 
 
 def writable(full: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:

@@ -1,0 +1,138 @@
+"""Videos: the arguments that are one or its mask, masks of latent frames, and finished frames."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from maskfx.pipelines.masks import is_picture, overlay_one
+
+VIDEO = "video"
+LENGTHS = ("num_frames", "video_length", "frames", VIDEO, "control_video")
+MASKS = ("mask_video", "mask")  # what a pipeline that makes videos calls the mask of one
+
+
+def makes_video(parameters: Collection[str]) -> bool:
+    """Return True for a pipeline with these parameters if its result is a video."""
+    return any(name in parameters for name in LENGTHS)
+
+
+def mask_parameter(parameters: Collection[str]) -> str | None:
+    """Return the parameter by which a pipeline itself accepts a mask; None without one."""
+    names = ("mask_image", *(MASKS if makes_video(parameters) else ()))
+    return next((name for name in names if name in parameters), None)
+
+
+def frame_masks(given: Any) -> Any:
+    """Return a mask of a video as a list of masks, if it is an array with frames."""
+    several = isinstance(given, (Tensor, np.ndarray)) and given.ndim == 3
+    return list(given) if several and len(given) > 1 else given
+
+
+def latent_masks(masks: Tensor, count: int) -> Tensor:
+    """Return the mask of each latent frame: where any frame that it may stand for is masked.
+
+    Autoencoders compress time by a fixed factor; most keep the first frame apart. Where both fit,
+    both count.
+
+    Args:
+        masks: (frames, height, width).
+        count: The number of latent frames.
+    """
+    frames, spans = len(masks), []
+    if count == frames or count == 1:
+        spans.append([(i * frames // count, (i + 1) * frames // count) for i in range(count)])
+    elif (frames - 1) % (count - 1) == 0:
+        each = (frames - 1) // (count - 1)
+        spans.append([(0, 1), *[(1 + i * each, 1 + (i + 1) * each) for i in range(count - 1)]])
+    if count not in (1, frames) and (frames % count == 0 or not spans):
+        spans.append([(i * frames // count, -(-(i + 1) * frames // count)) for i in range(count)])
+    found = [torch.stack([masks[start:stop].any(0) for start, stop in one]) for one in spans]
+    return torch.stack(found).any(0)
+
+
+def latent_channels(module: nn.Module) -> list[int]:
+    """Return the numbers of channels that latents of this denoiser may have, the likely first."""
+    config = getattr(module, "config", None)
+    if not isinstance(config, Mapping):
+        return []
+    given = dict(config).items()
+    return [
+        number
+        for part in ("out_", "in_")
+        for name, number in given
+        if name.startswith(part) and isinstance(number, int)
+    ]
+
+
+@dataclass(frozen=True)
+class VideoMask:
+    """Where the frames of a run's latents lie, and their masks.
+
+    Args:
+        frames: (frames, height, width), the mask of each finished frame; None for one of all.
+        channels: The numbers of channels that latents may have.
+    """
+
+    frames: Tensor | None = None
+    channels: Sequence[int] = ()
+
+    def axis(self, shape: Sequence[int]) -> int:
+        """Return the axis of the frames of latents of 5 dimensions."""
+        axes = {1: 2, 2: 1, 4: 1}  # by the axis of the channels
+        found = (axes[i] for n in self.channels for i in axes if shape[i] == n)
+        return next(found, 2)
+
+
+def is_video(value: object) -> bool:
+    """Return True for frames of pixels, False for latents."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(is_picture(v) or is_video(v) for v in value)
+    if isinstance(value, np.ndarray):
+        return value.ndim in (4, 5) and value.shape[-1] in (1, 3, 4)
+    return isinstance(value, Tensor) and value.dim() in (4, 5) and value.shape[-3] in (1, 3)
+
+
+def overlay_video(frames: Any, original: Any, masks: Sequence[Tensor], feather: int) -> Any:
+    """Replace the pixels of videos outside the mask by the original's, unchanged.
+
+    Args:
+        frames: Videos: lists of pictures, or an array with the videos first and then their frames.
+        original: The frames of the original.
+        masks: One for each frame, or one for all.
+        feather: See `Quality.feather`.
+    """
+    if isinstance(frames, (Tensor, np.ndarray)) and frames.ndim == 5:
+        done = [overlay_video(list(video), original, masks, feather) for video in frames]
+        if isinstance(frames, Tensor):
+            return torch.stack([torch.stack(video) for video in done])
+        return np.stack([np.stack(video) for video in done])
+    if not isinstance(frames, (list, tuple)):
+        return frames
+    if frames and isinstance(frames[0], (list, tuple)):
+        return type(frames)(overlay_video(video, original, masks, feather) for video in frames)
+    originals = frames_of(original)
+    return type(frames)(
+        overlay_one(frame, at(originals, i), at(masks, i), feather)
+        for i, frame in enumerate(frames)
+    )
+
+
+def frames_of(video: Any) -> Sequence[Any]:
+    """Return the frames of a video; a picture counts as one."""
+    if isinstance(video, (list, tuple)):
+        first = video[0]
+        return first if isinstance(first, (list, tuple)) else video
+    if isinstance(video, (Tensor, np.ndarray)) and video.ndim in (4, 5):
+        return list(video[0] if video.ndim == 5 else video)
+    return [video]
+
+
+def at(values: Sequence[Any], index: int) -> Any:
+    """Return the value for a frame; the last one for those after it."""
+    return values[min(index, len(values) - 1)]
