@@ -129,13 +129,15 @@ def fixed_sizes(capture: Capture) -> dict[str, int | None]:
     roles = dict.fromkeys(role for leaf in capture.leaves for role in leaf.roles if is_size(role))
     fixed = {role: n for role, n in capture.symbols.items() if isinstance(n, int)}
     fixed |= capture.frozen or {}
+    if capture.pyramid.frames > 1:
+        fixed["frames"] = capture.pyramid.frames
     sizes = {role: fixed.get(role) for role in roles}
     return sizes | {"batch": capture.fixed_batch}
 
 
 def is_size(role: str) -> bool:
     """Return True for a role that is no scaled one: its size is one of the call's."""
-    return role in ("batch", "y", "x", "tokens") or role.startswith("text:")
+    return role in ("batch", "frames", "y", "x", "tokens") or role.startswith("text:")
 
 
 def role_name(role: str) -> str:

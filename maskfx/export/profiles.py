@@ -143,7 +143,7 @@ class Profile:
                 return few * sum(map(small.count, segments)), every
             case "halo":
                 window = self.layout.windows[dimension["window"]]
-                return 0, many * prod(large.grid(window.source))
+                return 0, many * large.frames * prod(large.grid(window.source))
         return 0, every
 
     def _rows_of(self, name: str, small: Sites, large: Sites) -> tuple[int, int]:
@@ -163,14 +163,15 @@ class Profile:
         if spec.parent is None:
             return self.rows.least, self.rows.most
         if spec.region:
-            return self.requests.least, many * prod(large.grid(level))
+            return self.requests.least, many * large.frames * prod(large.grid(level))
         least, most = self._rows_at(spec.parent, large)
         height, width = large.grid(level)
         edges = height + width if any((*spec.grow, *spec.extra)) else 0  # repeat the last sites
         edges += spec.fill[0] * width + spec.fill[1] * height if spec.fill != (1, 1) else 0
+        frames = large.frames
         return (
             max(-(-least * prod(spec.times) // prod(spec.divide)), self.requests.least),
-            min(most * prod(spec.times) + many * edges, many * height * width),
+            min(most * prod(spec.times) + many * frames * edges, many * frames * height * width),
         )
 
     @cached_property
@@ -189,7 +190,9 @@ class Profile:
         return sizes
 
     def _sites(self, sizes: Mapping[str, int]) -> int:
-        return sizes["y"] * sizes["x"] if "y" in sizes else sizes["tokens"]
+        if "y" not in sizes:
+            return sizes["tokens"]
+        return sizes.get("frames", 1) * sizes["y"] * sizes["x"]
 
     def _call_size(self, dimension: Mapping[str, object], end: str) -> int | None:
         batch = int(getattr(self.requests, end))
@@ -201,10 +204,11 @@ def square(sizes: Mapping[str, int], count: int) -> Bools:
     """Return a mask of about this number of sites in one piece: a square, or adjacent tokens."""
     if "y" not in sizes:
         return np.arange(sizes["tokens"]) < count
-    height, width = sizes["y"], sizes["x"]
+    height, width, frames = sizes["y"], sizes["x"], sizes.get("frames", 1)
+    count = -(-count // frames)
     tall = min(max(isqrt(count), -(-count // width)), height)
     wide = min(max(round(count / tall), 1), width)
     mask = np.zeros((height, width), dtype=bool)
     top, left = (height - tall) // 2, (width - wide) // 2
     mask[top : top + tall, left : left + wide] = True
-    return mask
+    return np.stack([mask] * frames) if frames > 1 else mask

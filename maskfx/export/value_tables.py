@@ -26,6 +26,7 @@ from maskfx.ir.lanes import (
     Batch,
     Experts,
     Feature,
+    Frames,
     Lane,
     Tokens,
     X,
@@ -210,6 +211,8 @@ class ValueTables:
                 return {"kind": "batch"}
             case Feature(size):
                 return {"kind": "features", "size": size}
+            case Frames(size, spread):
+                return {"kind": "frames", "size": size, "spread": spread}
             case Y(level, spread):
                 return {"kind": "y", "level": level, "spread": spread}
             case X(level, spread):

@@ -424,7 +424,8 @@ def with_rotary_triple(inputs: Inputs, size: Size, seed: int) -> dict[str, Any]:
     from diffusers.models.embeddings import get_3d_rotary_pos_embed_allegro
 
     arguments = inputs(size, seed)
-    *tables, frames, rows, columns = get_3d_rotary_pos_embed_allegro(
+    make: Any = get_3d_rotary_pos_embed_allegro
+    *tables, frames, rows, columns = make(
         embed_dim=24,
         crops_coords=((0, 0), (size.height // 2, size.width // 2)),
         grid_size=(size.height // 2, size.width // 2),

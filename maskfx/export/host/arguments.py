@@ -33,9 +33,10 @@ class Arguments:
 
     @property
     def mask_shape(self) -> tuple[int, ...]:
-        """Return the shape of a mask: (height, width) of the latent, or (tokens,)."""
+        """Return the shape of a mask: (height, width) of the latent, frames first, or (tokens,)."""
         sizes = self.sizes
-        return (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
+        roles = ("frames", "y", "x") if "y" in sizes else ("tokens",)
+        return tuple(sizes[role] for role in roles if role in sizes)
 
 
 def check_arguments(manifest: Mapping[str, Any], given: Mapping[str, Any]) -> Arguments:
@@ -170,6 +171,6 @@ def check_shapes(manifest: Mapping[str, Any], values: list[Any]) -> Sizes:
 def scaled_size(role: str, sizes: Mapping[str, int]) -> int:
     """Return the size of a dimension whose role is another's at some scale."""
     if role.startswith("tokens/"):
-        return sizes["y"] * sizes["x"] // int(role[7:])
+        return sizes.get("frames", 1) * sizes["y"] * sizes["x"] // int(role[7:])
     axis, sign, scale = role[0], role[1], int(role[2:])
     return -(-sizes[axis] // scale) if sign == "/" else sizes[axis] * scale

@@ -85,11 +85,14 @@ class Segment:
         return self.kind in ("grid", "tokens")
 
 
+SITE_AXES = ("frames", "y", "x", "tokens")  # in the order in which sites count
+
+
 @dataclass(frozen=True)
 class Axis:
     """A part of a dimension: the batch, features, a picture's axis, or a sequence of tokens."""
 
-    kind: str  # batch, features, y, x, tokens
+    kind: str  # batch, features, frames, y, x, tokens
     size: int = 0
     level: int = 0
     spread: bool = False  # one value for all positions
@@ -97,7 +100,7 @@ class Axis:
 
     @property
     def has_sites(self) -> bool:
-        return self.kind in ("y", "x", "tokens")
+        return self.kind in SITE_AXES
 
 
 @dataclass(frozen=True)

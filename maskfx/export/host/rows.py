@@ -10,7 +10,7 @@ import numpy as np
 
 from maskfx.errors import InputError
 from maskfx.export.host.arrays import Array, converted
-from maskfx.export.host.layout import Axis, Lane
+from maskfx.export.host.layout import SITE_AXES, Axis, Lane
 from maskfx.export.host.sites import Sites
 from maskfx.export.host.tables import BatchTables
 
@@ -20,7 +20,7 @@ def axis_size(axis: Axis, sites: Sites, batch: int = 1) -> int:
     match axis.kind:
         case "batch":
             return batch
-        case "features":
+        case "features" | "frames":
             return axis.size
         case "y":
             return sites.grid(axis.level)[0]
@@ -59,9 +59,14 @@ def order_of(lane: Lane) -> list[int]:
     """Return the axes of a lane with the batch first, then the sites, then the features."""
     numbers = range(len(lane.axes))
     batch = [i for i in numbers if lane.axes[i].kind == "batch"]
-    places = [i for i in numbers if lane.axes[i].has_sites]
+    places = sorted((i for i in numbers if lane.axes[i].has_sites), key=lambda i: rank(lane, i))
     features = [i for i in numbers if lane.axes[i].kind == "features"]
     return [*batch, *places, *features]
+
+
+def rank(lane: Lane, axis: int) -> int:
+    """Return the place of an axis of sites in the order in which sites count."""
+    return SITE_AXES.index(lane.axes[axis].kind)
 
 
 def active_parts(value: Array, lane: Lane, sites: Sites) -> list[Array]:
@@ -128,7 +133,7 @@ def placed(rows: Array, lane: Lane, sites: Sites, recorded: Array | None) -> Arr
     front = full.transpose(order)
     if not any(axis.kind == "batch" for axis in lane.axes):
         front = front[None]
-    places = [axis_size(axis, sites) for axis in lane.axes if axis.has_sites]
+    places = [axis_size(lane.axes[i], sites) for i in order if lane.axes[i].has_sites]
     index = sites.laid_out(lane.segments, sites.active)
     where: tuple[Any, ...] = (slice(None), *np.unravel_index(index, places))
     front[where] = rows.reshape(batch, len(index), *front.shape[1 + len(places) :])

@@ -48,6 +48,11 @@ class Sites:
 
     # Sizes.
 
+    @property
+    def frames(self) -> int:
+        """The frames of a video, each with the sites of every level."""
+        return self.sizes.get("frames", 1)
+
     def grid(self, level: int) -> Size:
         """Return the height and width of a level."""
         spec = self.layout.levels[level]
@@ -61,7 +66,7 @@ class Sites:
         match segment.kind:
             case "grid":
                 height, width = self.grid(segment.level)
-                return height * width
+                return self.frames * height * width
             case "fixed":
                 return segment.count
             case "fill":
@@ -100,7 +105,8 @@ class Sites:
     def _mask_at(self, level: int | None, region: int) -> Bools:
         if self.mask is None:
             shape = (self.sizes["tokens"],) if level is None else self.grid(level)
-            return np.ones(shape, dtype=bool)
+            video = level is not None and self.frames > 1
+            return np.ones((self.frames, *shape) if video else shape, dtype=bool)
         spec = None if level is None else self.layout.levels[level]
         if spec is None or spec.parent is None or level is None:
             return self.regions.get(region, self.mask)
@@ -167,7 +173,8 @@ class Sites:
         source = self._segment_of(window.source)
         key = name, self.place(source)[1]
         if key not in self._windows:
-            places = full_window(window, self.grid(window.source), self.grid(window.target))
+            grids = self.grid(window.source), self.grid(window.target)
+            places = full_window(window, *grids, self.frames)
             here, sites = self.active(source), self.count(source)
             read = places[self.active(self._segment_of(window.target))]
             need = np.zeros(sites + 1, dtype=bool)
@@ -184,7 +191,8 @@ class Sites:
     def weights(self, name: str) -> Floats:
         """Return the (active targets, places) weights of a window."""
         window = self.layout.windows[name]
-        whole = window_weights(window, self.grid(window.source), self.grid(window.target))
+        each = window_weights(window, self.grid(window.source), self.grid(window.target))
+        whole = np.tile(each, (self.frames, 1))
         found: Floats = whole[self.active(self._segment_of(window.target))]
         return found
 
