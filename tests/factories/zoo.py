@@ -1420,3 +1420,5 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+import tests.factories.videos  # noqa: E402, F401  its cases belong to the zoo, and read this file

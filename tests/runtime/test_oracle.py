@@ -105,6 +105,10 @@ def sites_of(mask: Tensor, value: Tensor) -> Tensor:
     """The mask over all of an output: at its level of the pyramid, or over tokens of patches."""
     if mask.ndim == 1:
         return mask.view(1, -1, *[1] * (value.ndim - 2)).expand_as(value)
+    if mask.ndim == 3:
+        if value.shape[1:4] == mask.shape:  # the channels are last
+            return mask[..., None].expand_as(value)
+        return (mask if value.shape[2] == len(mask) else mask[:, None]).expand_as(value)
     if value.ndim == 3:
         patch = math.isqrt(mask.numel() // value.shape[1])
         return pooled(mask, patch).view(1, -1, 1).expand_as(value)
