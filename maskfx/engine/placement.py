@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from maskfx.engine.stateful_parts import StatefulParts
 from maskfx.pipelines.lora import adapters_of
 from maskfx.runtime.cpu_threads import beside, computing_with, cores_left
 from maskfx.runtime.sendable import on_cpu
@@ -55,8 +56,11 @@ class InRequestThreads:
 
     Another device decodes one picture at a time: the activations of a VAE are the largest of a
     request, and a second decode at the same time would only wait for the first one's operators. On
-    a CPU it runs on other cores.
+    a CPU it runs on other cores, unless the module keeps state while it runs.
     """
+
+    def __init__(self) -> None:
+        self._stateful = StatefulParts()
 
     def start(self, engine: StepLoop) -> None:
         self.engine = engine
@@ -74,16 +78,17 @@ class InRequestThreads:
             pipe.__dict__[name] = RemoteModule(part, self.run if on_cpu(part) else self._on_device)
 
     def run(
-        self, part: object, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+        self, part: nn.Module, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> object:
         threads = spared(self.engine)
-        with beside(threads), computing_with(threads):
+        with self._stateful.calling(part, method), beside(threads), computing_with(threads):
             return getattr(part, method)(*args, **kwargs)
 
     def _on_device(
         self, part: nn.Module, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> object:
-        with decoding[device_of(part)] if method == "decode" else nullcontext():
+        queue = decoding[device_of(part)] if method == "decode" else nullcontext()
+        with queue, self._stateful.calling(part, method):
             return getattr(part, method)(*args, **kwargs)
 
 

@@ -179,8 +179,37 @@ def test_roles_of_residuals_and_a_larger_picture() -> None:
 
 
 def test_roles_of_frames_and_ids() -> None:
-    assert roles_of({"x": numbers(2, 4, 3, 8, 12, seed=0)})["x"] == ("batch", "", "", "y", "x")
+    video = numbers(2, 4, 3, 8, 12, seed=0)
+    assert roles_of({"x": video})["x"] == ("batch", "", "frames", "y", "x")
+    assert roles_of({"x": video[:, :, :1]})["x"] == ("batch", "", "", "y", "x")
+    found = roles_of({"x": video, "condition": video[:, :2], "timestep": numbers(2, 3, seed=1)})
+    assert found["condition"] == ("batch", "", "frames", "y", "x")
+    assert found["timestep"] == ("batch", "frames")
+    assert roles_of({"x": video, "control": numbers(2, 72, 5, seed=1)})["control"] == (
+        *("batch", "tokens/4", ""),
+    )
     assert roles_of({"ids": torch.zeros(2, 8, 12).long()})["ids"] == ("batch", "y", "x")
+
+
+def test_channels_of_a_video_are_found_by_number_or_by_positions() -> None:
+    class Taking(nn.Module):
+        def __init__(self, channels: int) -> None:
+            super().__init__()
+            self.config = {"in_channels": channels}
+
+        def forward(self, x: Tensor, places: Any = None) -> Tensor:
+            return x
+
+    def found(*shape: int, channels: int = 0, places: Any = ()) -> Any:
+        inputs = {"x": numbers(*shape, seed=0), "places": [torch.arange(n) for n in places]}
+        leaves = infer(Taking(channels), inputs, None)
+        return next(leaf.roles for leaf in leaves if leaf.path == "x")
+
+    assert found(1, 5, 3, 8, 8, channels=3) == ("batch", "frames", "", "y", "x")
+    assert found(1, 5, 3, 8, 8, channels=5) == ("batch", "", "frames", "y", "x")
+    assert found(1, 5, 8, 8, 3, channels=3) == ("batch", "frames", "y", "x", "")
+    assert found(1, 5, 8, 12, 33, places=(5, 4, 6)) == ("batch", "frames", "y", "x", "")
+    assert found(1, 1, 8, 12, 33) == ("batch", "", "y", "x", "")
 
 
 def test_roles_of_positions_and_numbers() -> None:

@@ -25,11 +25,11 @@ class KeptOutputs:
     Args:
         cells: The cell of each site of a mask of the call, flattened: a patch or a part of one.
         shape: The shape of the mask.
+        count: The number of cells; some may have no site.
     """
 
-    def __init__(self, cells: NDArray[np.int64], shape: tuple[int, ...]) -> None:
-        self.cells, self.shape = cells, shape
-        self.count = int(cells.max()) + 1 if cells.size else 0
+    def __init__(self, cells: NDArray[np.int64], shape: tuple[int, ...], count: int) -> None:
+        self.cells, self.shape, self.count = cells, shape, count
         self.known = np.full((KEPT, self.count), NEVER)  # call numbers of the answers, by cell
         self._answers: list[list[object]] = []
 
@@ -104,10 +104,27 @@ class KeptOutputs:
         """Return the shape that a value per site broadcasts in; None if the output has no sites."""
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return None
-        if len(self.shape) == 2:
-            on_grid = leaf.dim() >= 3 and tuple(leaf.shape[-2:]) == self.shape
-            return self.shape if on_grid else None
+        if len(self.shape) > 1:
+            return placed(self.shape, leaf.shape)
         return (-1, 1) if leaf.dim() == 3 and leaf.shape[1] == self.shape[0] else None
+
+
+def placed(sites: tuple[int, ...], shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the shape in which a value per site broadcasts over an output; None if it can't.
+
+    Frames of a video may lie before the channels or behind them, and the channels may be last.
+    """
+    *frames, height, width = sites
+    if not frames:
+        return sites if len(shape) >= 3 and tuple(shape[-2:]) == sites else None
+    if len(shape) != 5:
+        return None
+    if tuple(shape[1:4]) == sites:
+        return (*sites, 1)
+    if tuple(shape[2:]) == sites:
+        return sites
+    found = (shape[1], *shape[3:]) == sites
+    return (*frames, 1, height, width) if found else None
 
 
 def shapes(leaves: Sequence[object]) -> list[object]:

@@ -205,7 +205,7 @@ class PatchSession:
         """Replace a cache's outputs outside of the mask by a recording's."""
         if self._masked is None:
             return
-        inside = KeptOutputs(self._cells(), self.grid.shape)
+        inside = self._outputs()
         cells = np.arange(inside.count) < self.grid.count
         for kept, new in zip(cache.output, recording.output, strict=True):
             if isinstance(kept, Tensor):
@@ -344,15 +344,19 @@ class PatchSession:
             return output
         leaves, spec = pytree.tree_flatten(output)
         if own.outputs is None:
-            own.outputs = KeptOutputs(self._cells(), self.grid.shape)
+            own.outputs = self._outputs()
         cells = np.ones(own.outputs.count, bool)
         if pending.computed is not None:
-            cells = np.concatenate([pending.computed[-1]] * (2 if self.mask is not None else 1))
+            cells = np.concatenate([pending.computed[-1]] * (1 if self._masked is None else 2))
             if not pending.everywhere:
                 cells[self.grid.count :] = False
         own.outputs.learn(pending.number, leaves, cells)
         leaves = own.outputs.at(pending.number, leaves, ~cells)
         return pytree.tree_unflatten(leaves, spec)
+
+    def _outputs(self) -> KeptOutputs:
+        parts = 1 if self._masked is None else 2
+        return KeptOutputs(self._cells(), self.grid.shape, parts * self.grid.count)
 
     def _cells(self) -> NDArray[np.int64]:
         """Return the patch of each site; sites outside of the mask have numbers of their own."""

@@ -20,7 +20,8 @@ class PatchGrid:
     """Divides the sites of a denoiser call into patches, which are numbered row by row.
 
     Args:
-        shape: The shape of a mask of the call: (height, width) of the latent, or (tokens,).
+        shape: The shape of a mask of the call: (height, width) of the latent, or (tokens,). That of
+            a video has its frames first; a patch lies in one of them.
         side: The sites along a patch's side. Patches at the lower and right edges may be smaller.
         grid: The rows and columns that packed tokens form. Without it, packed tokens are divided
             into runs of `side` squared tokens.
@@ -47,8 +48,8 @@ class PatchGrid:
     @cached_property
     def ids(self) -> Ids:
         """Return the patch of each site, flattened."""
-        if len(self.shape) == 2:
-            return squares(self.shape, self.side)
+        if len(self.shape) > 1:
+            return self._each_frame(squares(self.shape[-2:], self.side))
         if self.grid is None:
             return np.arange(self.shape[0]) // self.side**2
         inside = squares(self.grid, self.side)
@@ -71,10 +72,23 @@ class PatchGrid:
         Args:
             size: The height and width of the level.
         """
-        height, width = self.shape
+        return self._each_frame(self._frame_at(size))
+
+    def _frame_at(self, size: tuple[int, int]) -> Ids:
+        height, width = self.shape[-2:]
         y = np.minimum(np.arange(size[0]) * height // size[0], height - 1)
         x = np.minimum(np.arange(size[1]) * width // size[1], width - 1)
-        return self.ids.reshape(self.shape)[y][:, x].reshape(-1)
+        first = squares((height, width), self.side).reshape(height, width)
+        return first[y][:, x].reshape(-1)
+
+    def _each_frame(self, numbers: Ids) -> Ids:
+        """Return patches of all frames from those of the first."""
+        if len(self.shape) == 2:
+            return numbers
+        height, width = self.shape[-2:]
+        each = -(-height // self.side) * -(-width // self.side)
+        frames = np.arange(self.shape[0])[:, None] * each
+        return (frames + numbers).reshape(-1)
 
     def owners(self, size: tuple[int, int]) -> Ids:
         """Return for each patch the one that `at` names for the site which covers its first site.
@@ -84,14 +98,15 @@ class PatchGrid:
         Args:
             size: The height and width of the level.
         """
-        firsts = np.unique(self.ids, return_index=True)[1]
+        height, width = self.shape[-2:]
+        firsts = np.unique(squares((height, width), self.side), return_index=True)[1]
         covered = [
             np.searchsorted(np.arange(level) * whole // level, places, side="right") - 1
             for level, whole, places in zip(
-                size, self.shape, np.divmod(firsts, self.shape[1]), strict=True
+                size, (height, width), np.divmod(firsts, width), strict=True
             )
         ]
-        return self.at(size).reshape(size)[covered[0], covered[1]]
+        return self._each_frame(self._frame_at(size).reshape(size)[covered[0], covered[1]])
 
     def mask(self, computed: NDArray[np.bool_]) -> Tensor:
         """Return the mask of the sites of these patches."""

@@ -200,7 +200,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any], says: str) -> None:
 
 def test_kept_patches_continue_their_last_outputs_each_from_its_own_calls() -> None:
     cells = PatchGrid((2, 4), 2)
-    kept = KeptOutputs(cells.ids, cells.shape)
+    kept = KeptOutputs(cells.ids, cells.shape, cells.count)
     line = [torch.full((1, 3, 2, 4), float(call)) for call in range(6)]
     both, left = np.array([True, True]), np.array([True, False])
     kept.learn(0, [line[0]], both)
