@@ -103,19 +103,21 @@ def overlay_video(frames: Any, original: Any, masks: Sequence[Tensor], feather: 
 
     Args:
         frames: Videos: lists of pictures, or an array with the videos first and then their frames.
-        original: The frames of the original.
+        original: The frames of the original, or of several.
         masks: One for each frame, or one for all.
         feather: See `Quality.feather`.
     """
     if isinstance(frames, (Tensor, np.ndarray)) and frames.ndim == 5:
-        done = [overlay_video(list(video), original, masks, feather) for video in frames]
+        done = overlay_video([list(video) for video in frames], original, masks, feather)
         if isinstance(frames, Tensor):
             return torch.stack([torch.stack(video) for video in done])
         return np.stack([np.stack(video) for video in done])
     if not isinstance(frames, (list, tuple)):
         return frames
     if frames and isinstance(frames[0], (list, tuple)):
-        return type(frames)(overlay_video(video, original, masks, feather) for video in frames)
+        several, count = videos_of(original), len(frames)
+        pairs = ((video, several[i * len(several) // count]) for i, video in enumerate(frames))
+        return type(frames)(overlay_video(video, own, masks, feather) for video, own in pairs)
     originals = frames_of(original)
     return type(frames)(
         overlay_one(frame, at(originals, i), at(masks, i), feather)
@@ -123,14 +125,21 @@ def overlay_video(frames: Any, original: Any, masks: Sequence[Tensor], feather: 
     )
 
 
-def frames_of(video: Any) -> Sequence[Any]:
-    """Return the frames of a video; a picture counts as one."""
+def videos_of(given: Any) -> Sequence[Any]:
+    """Return each video of what may be one or several."""
+    if isinstance(given, (list, tuple)) and given and isinstance(given[0], (list, tuple)):
+        return given
+    several = isinstance(given, (Tensor, np.ndarray)) and given.ndim == 5
+    return list(given) if several else [given]
+
+
+def frames_of(given: Any) -> Sequence[Any]:
+    """Return the frames of a video, or of the first of several; a picture counts as one."""
+    video = videos_of(given)[0]
     if isinstance(video, (list, tuple)):
-        first = video[0]
-        return first if isinstance(first, (list, tuple)) else video
-    if isinstance(video, (Tensor, np.ndarray)) and video.ndim in (4, 5):
-        return list(video[0] if video.ndim == 5 else video)
-    return [video]
+        return video
+    several = isinstance(video, (Tensor, np.ndarray)) and video.ndim == 4
+    return list(video) if several else [video]
 
 
 def at(values: Sequence[Any], index: int) -> Any:

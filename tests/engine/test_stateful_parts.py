@@ -18,6 +18,7 @@ class Frames(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Identity()
+
     def encode(self, frames: Tensor) -> Tensor:
         self.kept = []
         for frame in frames:

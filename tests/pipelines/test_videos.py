@@ -12,7 +12,9 @@ from PIL import Image
 import maskfx
 from maskfx import Quality
 from maskfx.pipelines.videos import latent_masks, overlay_video
+from maskfx.runtime.reuse.patches import PatchReuse
 from tests.factories.video_pipelines import FRAMES, SIDE, VIDEO_KINDS, VideoKind, film, moving
+from tests.pipelines.test_patches import Turns
 
 ALL = Quality.of("all-steps")
 EXACT = 1e-4  # rounding, over the steps of a run
@@ -115,7 +117,7 @@ def test_edit_computes_the_sites_of_each_frame_alone(name: str) -> None:
 
     denoiser.step = watched
     pipe(**given_to(kind, 1), **{kind.mask: one}, **more)
-    assert shapes and set(shapes) == {(True, False, False)}, "the first latent frame alone"
+    assert set(shapes) == {(True, False, False)}, "the first latent frame alone"
 
 
 def maskfx_denoisers(pipe: Any) -> list[Any]:
@@ -133,7 +135,7 @@ def test_list_of_one_mask_serves_all_frames() -> None:
     assert np.array_equal(listed, frames(pipe(**given_to(kind), mask_image=array)))
 
 
-@pytest.mark.parametrize("output", ("pil", "np", "pt"))
+@pytest.mark.parametrize("output", ["pil", "np", "pt"])
 def test_pictures_of_every_output_type_keep_the_original(output: str) -> None:
     kind = VIDEO_KINDS["WanVideoToVideoPipeline"]
     pipe = maskfx.compile(kind.build())
@@ -146,6 +148,53 @@ def test_pictures_of_every_output_type_keep_the_original(output: str) -> None:
     outside = ~masked_pixels(moving())
     scale = 1 if output == "pil" else 255
     assert np.abs(found[0][outside] * scale - wanted[outside]).max() < 1e-3
+
+
+def test_each_of_several_videos_keeps_its_own_pixels() -> None:
+    kind = VIDEO_KINDS["WanPipeline"]
+    pipe = maskfx.compile(kind.build(), quality=ALL)
+    recorded = pipe(**given_to(kind), record=True, num_videos_per_prompt=2)
+    found = pipe(
+        **given_to(kind, 1),
+        mask_image=moving(),
+        template=recorded.template,
+        num_videos_per_prompt=2,
+    )
+    outside = ~masked_pixels(moving())
+    for one, original in zip(frames(found), frames(recorded), strict=True):
+        assert np.array_equal(one[outside], original[outside])
+        assert np.abs(one - original)[~outside].mean() > 1e-3
+
+
+def test_requests_of_an_engine_get_the_videos_that_they_get_alone() -> None:
+    """The autoencoder keeps frames among its attributes while it runs."""
+    kind = VIDEO_KINDS["WanVideoToVideoPipeline"]
+    alone, pipe = (maskfx.compile(kind.build(), quality=ALL) for _ in range(2))
+
+    def given(seed: int) -> dict[str, Any]:
+        return {**given_to(kind, seed), "video": film(seed), "mask_image": moving()}
+
+    with maskfx.Engine() as engine:
+        tickets = [engine.submit(pipe, **given(seed)) for seed in range(3)]
+        found = [frames(ticket.result()) for ticket in tickets]
+    for seed, one in enumerate(found):
+        assert np.abs(one - frames(alone(**given(seed)))).max() < EXACT
+
+
+def test_patches_of_a_video_are_kept_from_step_to_step() -> None:
+    kind = VIDEO_KINDS["WanVideoToVideoPipeline"]
+    reuse = PatchReuse(side=2, first=2, last=1, judge=Turns())
+    pipe = maskfx.compile(
+        kind.build(), stretches=True, quality=Quality(reuse="steps", patches=reuse)
+    )
+    white = [Image.new("L", (SIDE, SIDE), 255)] * FRAMES
+    given = {**given_to(kind), "num_inference_steps": 6}
+    wanted = frames(kind.build()(**given))
+    dense = frames(pipe(**{**given, "generator": noise()}))
+    found = frames(pipe(**{**given, "generator": noise()}, mask_image=white))
+    for one in (dense, found):
+        assert 1e-4 < np.abs(one - wanted).max() < 0.5
+    assert 0.2 < pipe._maskfx.patches.share < 0.9
 
 
 # Masks of latent frames.

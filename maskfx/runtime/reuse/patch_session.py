@@ -343,20 +343,18 @@ class PatchSession:
         if self.settings.outputs != "extrapolate" or own.refused or self.settings.keeps_nothing:
             return output
         leaves, spec = pytree.tree_flatten(output)
-        if own.outputs is None:
-            own.outputs = self._outputs()
+        own.outputs = own.outputs or self._outputs()
         cells = np.ones(own.outputs.count, bool)
         if pending.computed is not None:
-            cells = np.concatenate([pending.computed[-1]] * (1 if self._masked is None else 2))
-            if not pending.everywhere:
-                cells[self.grid.count :] = False
+            cells = np.resize(pending.computed[-1], own.outputs.count)
+            cells[self.grid.count :] &= pending.everywhere
         own.outputs.learn(pending.number, leaves, cells)
         leaves = own.outputs.at(pending.number, leaves, ~cells)
         return pytree.tree_unflatten(leaves, spec)
 
     def _outputs(self) -> KeptOutputs:
-        parts = 1 if self._masked is None else 2
-        return KeptOutputs(self._cells(), self.grid.shape, parts * self.grid.count)
+        count = self.grid.count if self._masked is None else 2 * self.grid.count
+        return KeptOutputs(self._cells(), self.grid.shape, count)
 
     def _cells(self) -> NDArray[np.int64]:
         """Return the patch of each site; sites outside of the mask have numbers of their own."""
