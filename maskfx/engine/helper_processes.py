@@ -233,7 +233,7 @@ class HelperProcesses:
             raise
 
     def _run_here(
-        self, part: object, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+        self, part: Any, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> object:
         with torch.no_grad():
             return self._here.run(part, method, args, kwargs)

@@ -215,6 +215,35 @@ def test_kept_patches_continue_their_last_outputs_each_from_its_own_calls() -> N
     assert torch.allclose(found[..., :2], line[3][..., :2], atol=1e-5)
 
 
+def test_a_mask_may_cover_the_last_patches_entirely() -> None:
+    case = ZOO[FLUX]
+    (tokens,) = case.mask_shape(case.sizes[0])
+    mask = torch.arange(tokens) >= tokens // 2
+    session = PatchSession(
+        denoiser_of(FLUX),
+        RollingPool(BYTES),
+        PatchReuse(first=2, last=0, judge=Chosen(by_chance(0))),
+        PatchGrid((tokens,), SIDE),
+        mask,
+    )
+    for number, inputs in zip(range(5), walk(FLUX, 0, 0), strict=False):
+        step = session.ask(number, "", inputs, (100.0 - number,))
+        [result] = denoiser_of(FLUX).step([step])
+        session.take(number, "", result)
+    assert 0 < session.counts.share < 1
+
+
+def test_frames_have_patches_of_their_own() -> None:
+    grid = PatchGrid((3, 4, 6), 2)
+    assert grid.count == 18
+    assert grid.ids.reshape(3, 4, 6)[:, 3, 5].tolist() == [5, 11, 17]
+    assert grid.at((2, 3)).tolist() == list(range(18))
+    assert grid.owners((1, 1)).tolist() == [0] * 6 + [6] * 6 + [12] * 6
+    mask = torch.zeros(3, 4, 6, dtype=torch.bool)
+    mask[1, 0, 0] = True
+    assert np.flatnonzero(grid.touched(mask)).tolist() == [6]
+
+
 # Runs.
 
 
