@@ -173,7 +173,9 @@ def graph_of(compilation: Compilation, name: str, facts: GraphFacts) -> Graph:
         str(node.target): example_of(node) for node in places if str(node.target) in facts.inputs
     }
     free = {
-        str(node.target): [axis for axis, role in enumerate(leaf.roles) if role not in ("", "frames")]
+        str(node.target): [
+            axis for axis, role in enumerate(leaf.roles) if role not in ("", "frames")
+        ]
         if leaf.tensor
         else [0]
         for node, leaf in zip(places, capture.leaves, strict=True)

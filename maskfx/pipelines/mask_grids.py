@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from maskfx.pipelines.masks import grid_of, grown, margin_sites, pooled
-from maskfx.pipelines.videos import VideoMask, latent_masks
+from maskfx.pipelines.videos import Grid, VideoMask, latent_masks, video_grid_of
 from maskfx.runtime.devices import moved
 
 
@@ -45,7 +45,7 @@ class MaskGrids:
     def _of_shape(self, shape: Sequence[int]) -> Tensor | None:
         if len(shape) == 3:
             grid = self._packed_grid(shape[1])
-            return None if grid is None else self.grid(grid).flatten()[:, None]
+            return None if grid is None else self.frames(*grid).flatten()[:, None]
         if len(shape) not in (4, 5):
             return None
         last, before = tuple(shape[-2:]), tuple(shape[-3:-1])
@@ -75,11 +75,11 @@ class MaskGrids:
             return self._of_video((shape[0], shape[1], shape[2]), tokens)
         if len(shape) == 2:
             return self._of_picture(tuple(shape), tokens)
-        layout = self.layout(shape, tokens)
+        layout = self._layout(shape, tokens)
         if layout is None:
             return None
-        grid, first = layout
-        inside = self.grid(grid).flatten()
+        (count, size), first = layout
+        inside = self.frames(count, size).flatten()
         mask = torch.full((shape[0],), bool(inside.all()))  # all masked: no recorded row is needed
         mask[first : first + len(inside)] = inside
         return mask
@@ -140,8 +140,16 @@ class MaskGrids:
     ) -> tuple[tuple[int, int], int] | None:
         """Return the rows and columns that a call's packed tokens form, and the first of them.
 
-        Return None if they can't be located on the image.
+        The rows of a video's frames follow each other. Return None if they can't be located on the
+        image.
         """
+        found = self._layout(shape, tokens)
+        if found is None:
+            return None
+        (count, (rows, columns)), first = found
+        return (count * rows, columns), first
+
+    def _layout(self, shape: Sequence[int], tokens: Tensor | None) -> tuple[Grid, int] | None:
         packed = self.latents is not None and self.latents.dim() == 3
         own = self.latents.shape[1] if self.latents is not None and packed else shape[0]
         grid = self._packed_grid(own)
@@ -157,17 +165,22 @@ class MaskGrids:
             self._grids[size] = grown(pooled(self.pixels, size), sites)
         return self._grids[size]
 
-    def _packed_grid(self, tokens: int) -> tuple[int, int] | None:
-        """Return rows and columns of the grid that the latents' tokens form; None if unknown."""
+    def _packed_grid(self, tokens: int) -> Grid | None:
+        """Return frames, rows and columns that the latents' tokens form; None if unknown."""
         if self.latents is None:
             return None
         if self.latents.dim() == 3:
             height, width = self.pixels.shape
-            return grid_of(tokens, height, width)
+            if self.video.length > 1:
+                return video_grid_of(tokens, height, width, self.video.length)
+            grid = grid_of(tokens, height, width)
+            return None if grid is None else (1, grid)
         height, width = self.latents.shape[-2:]
+        frames = self.latents.shape[self.video.axis(self.latents.shape)]
+        count = frames if self.latents.dim() == 5 else 1
         for patch in (1, 2):
-            if (height // patch) * (width // patch) == tokens:
-                return height // patch, width // patch
+            if count * (height // patch) * (width // patch) == tokens:
+                return count, (height // patch, width // patch)
         return None
 
     def _where(self, tokens: Tensor | None) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskfx.errors import InputError
+from maskfx.errors import InputError, MaskError
 from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall
 from maskfx.pipelines.call_handler import DenseHandler, SelectedStepsHandler
@@ -28,6 +28,7 @@ from maskfx.pipelines.videos import (
     VideoMask,
     frame_masks,
     latent_channels,
+    length_of,
     overlay_video,
 )
 from maskfx.runtime.cpu_threads import sharing_cores
@@ -77,8 +78,10 @@ def serve_edit(call: PipelineCall) -> object:
     if call.state.accepts_mask and steps_read_mask(call.pipe):
         call.state.notes["its scheduler applies the mask, in its own way, so edits run dense"] += 1
         return call.run(DenseHandler())
-    given = frame_masks(call.mask) if call.state.makes_video else call.mask
-    masks = pixel_masks(given)
+    masks = masks_of(call)
+    if masks is None:
+        call.state.notes["the form of its own mask isn't known, so edits run dense"] += 1
+        return call.run(DenseHandler())
     if call.state.accepts_mask and call.options.template is None and not torch.stack(masks).any():
         call.state.notes["its mask masks nothing: the pipeline runs as it is"] += 1
         return call.run(DenseHandler())
@@ -102,6 +105,18 @@ def serve_edit(call: PipelineCall) -> object:
     if call.state.makes_video:
         return with_images(result, lambda video: overlay_video(video, original, masks, feather))
     return with_images(result, lambda images: overlay(images, original, masks, feather, row > 1))
+
+
+def masks_of(call: PipelineCall) -> list[Tensor] | None:
+    """Return a call's masks; None for a video's own mask in a form that isn't known."""
+    if not call.state.makes_video:
+        return pixel_masks(call.mask)
+    try:
+        return pixel_masks(frame_masks(call.mask))
+    except MaskError:
+        if call.state.accepts_mask:
+            return None
+        raise
 
 
 def check_picture(call: PipelineCall) -> None:
@@ -150,7 +165,8 @@ def run_edit(call: PipelineCall, masks: Tensor, row: int) -> tuple[object, EditH
     mask, several = masks.any(0), state.makes_video and len(masks) > 1
     modules = (denoiser.module for denoiser in state.denoisers.values())
     channels = [n for module in modules for n in latent_channels(module)]
-    video = VideoMask(masks if several else None, channels)
+    length = frames_made(call, len(masks)) if state.makes_video else 1
+    video = VideoMask(masks if several else None, channels, length)
     mismatched: set[str] = set()
     chances = CHANCES
     while True:
@@ -186,6 +202,12 @@ def run_edit(call: PipelineCall, masks: Tensor, row: int) -> tuple[object, EditH
             if source is not None and not handler.in_full:
                 state.library.attempts.renewed.pop(source.name, None)
             return result, handler
+
+
+def frames_made(call: PipelineCall, masks: int) -> int:
+    """Return the number of frames that a call makes; 1 if it isn't known."""
+    parameters = call.state.parameters.items()
+    return length_of(call.arguments, {name: p.default for name, p in parameters}, masks)
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from maskfx.pipelines.masks import is_picture, overlay_one
 
+Grid = tuple[int, tuple[int, int]]  # frames, and the rows and columns of each
+
 VIDEO = "video"
 LENGTHS = ("num_frames", "video_length", "frames", VIDEO, "control_video")
 MASKS = ("mask_video", "mask")  # what a pipeline that makes videos calls the mask of one
@@ -30,8 +32,11 @@ def mask_parameter(parameters: Collection[str]) -> str | None:
 
 def frame_masks(given: Any) -> Any:
     """Return a mask of a video as a list of masks, if it is an array with frames."""
-    several = isinstance(given, (Tensor, np.ndarray)) and given.ndim == 3
-    return list(given) if several and len(given) > 1 else given
+    if not isinstance(given, (Tensor, np.ndarray)):
+        return given
+    if given.ndim == 5:
+        given = frames_first(given)[0]
+    return list(given) if given.ndim == 3 and len(given) > 1 else given
 
 
 def latent_masks(masks: Tensor, count: int) -> Tensor:
@@ -77,16 +82,45 @@ class VideoMask:
     Args:
         frames: (frames, height, width), the mask of each finished frame; None for one of all.
         channels: The numbers of channels that latents may have.
+        length: The number of finished frames; 1 for a picture, or if it isn't known.
     """
 
     frames: Tensor | None = None
     channels: Sequence[int] = ()
+    length: int = 1
 
     def axis(self, shape: Sequence[int]) -> int:
         """Return the axis of the frames of latents of 5 dimensions."""
         axes = {1: 2, 2: 1, 4: 1}  # by the axis of the channels
-        found = (axes[i] for n in self.channels for i in axes if shape[i] == n)
+        found = (axes[i] for n in self.channels for i in axes if i < len(shape) and shape[i] == n)
         return next(found, 2)
+
+
+def length_of(arguments: Mapping[str, Any], defaults: Mapping[str, Any], masks: int) -> int:
+    """Return the number of frames that a call makes; 1 if it isn't known."""
+    named = {**defaults, **{name: value for name, value in arguments.items() if value is not None}}
+    for name in LENGTHS:
+        value = named.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if is_video(value):
+            return len(frames_of(value))
+    return masks
+
+
+def video_grid_of(tokens: int, height: int, width: int, length: int) -> Grid | None:
+    """Return the latent frames that `tokens` square patches form, and each one's rows and columns.
+
+    Return None if none fit a video of `length` frames, compressed in time by a power of two.
+    """
+    spans = [1 << n for n in range(6)]
+    counts = {(length - 1) // n + 1 for n in spans if (length - 1) % n == 0}
+    counts |= {length // n for n in spans if length % n == 0}
+    for patch in range(1, min(height, width) + 1):
+        sites = (height // patch) * (width // patch)
+        if tokens % sites == 0 and tokens // sites in counts - {1}:
+            return tokens // sites, (height // patch, width // patch)
+    return None
 
 
 def is_video(value: object) -> bool:
@@ -95,7 +129,15 @@ def is_video(value: object) -> bool:
         return bool(value) and all(is_picture(v) or is_video(v) for v in value)
     if isinstance(value, np.ndarray):
         return value.ndim in (4, 5) and value.shape[-1] in (1, 3, 4)
-    return isinstance(value, Tensor) and value.dim() in (4, 5) and value.shape[-3] in (1, 3)
+    if not isinstance(value, Tensor) or value.dim() not in (4, 5):
+        return False
+    return value.shape[-3] in (1, 3) or value.dim() == 5 and value.shape[1] in (1, 3)
+
+
+def frames_first(given: Any) -> Any:
+    """Return videos with their frames before the channels of each, which may stand before them."""
+    turned = isinstance(given, Tensor) and given.dim() == 5 and given.shape[2] not in (1, 3)
+    return given.transpose(1, 2) if turned and given.shape[1] in (1, 3) else given
 
 
 def overlay_video(frames: Any, original: Any, masks: Sequence[Tensor], feather: int) -> Any:
@@ -130,7 +172,7 @@ def videos_of(given: Any) -> Sequence[Any]:
     if isinstance(given, (list, tuple)) and given and isinstance(given[0], (list, tuple)):
         return given
     several = isinstance(given, (Tensor, np.ndarray)) and given.ndim == 5
-    return list(given) if several else [given]
+    return list(frames_first(given)) if several else [given]
 
 
 def frames_of(given: Any) -> Sequence[Any]:

@@ -11,7 +11,7 @@ from diffusers import CogVideoXDDIMScheduler, UniPCMultistepScheduler
 from PIL import Image
 
 from tests.factories.pipelines import STEPS, TEXT, Arguments, flow, picture, pipe_of, square
-from tests.factories.videos import COG, HUNYUAN, WAN
+from tests.factories.videos import COG, HUNYUAN, LTX, WAN
 from tests.factories.zoo import CROSS, HEADS, POOLED, Draw, only, tiny
 
 SIDE = 32
@@ -142,6 +142,56 @@ def hunyuan_texts(seed: int) -> Arguments:
     }
 
 
+def ltx(name: str) -> Any:
+    net = tiny("LTXVideoTransformer3DModel", **LTX)
+    coder = tiny(
+        "AutoencoderKLLTXVideo",
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        patch_size=2,
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+    parts = {"transformer": net, "vae": coder, "scheduler": flow(use_dynamic_shifting=True)}
+    return pipe_of(name, lambda: parts)
+
+
+def ltx_texts(seed: int) -> Arguments:
+    draw = Draw(600 + seed)
+    given = texts(seed, num_frames=FRAMES, decode_timestep=0.05)
+    masks = {f"{n}prompt_attention_mask": draw.keep(1, TEXT) for n in ("", "negative_")}
+    return {**given, **masks}
+
+
+def magvit() -> Any:
+    return tiny(
+        "AutoencoderKLMagvit",
+        in_channels=3,
+        out_channels=3,
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        down_block_types=(
+            "SpatialDownBlock3D",
+            "SpatialTemporalDownBlock3D",
+            "SpatialTemporalDownBlock3D",
+            "SpatialTemporalDownBlock3D",
+        ),
+        up_block_types=(
+            "SpatialUpBlock3D",
+            "SpatialTemporalUpBlock3D",
+            "SpatialTemporalUpBlock3D",
+            "SpatialTemporalUpBlock3D",
+        ),
+        layers_per_block=1,
+        norm_num_groups=4,
+    )
+
+
 VIDEO_KINDS: dict[str, VideoKind] = {
     kind.name: kind
     for kind in (
@@ -165,6 +215,7 @@ VIDEO_KINDS: dict[str, VideoKind] = {
             partial(texts, num_frames=FRAMES),
         ),
         VideoKind("HunyuanVideoPipeline", hunyuan, hunyuan_texts),
+        VideoKind("LTXPipeline", partial(ltx, "LTXPipeline"), ltx_texts),
     )
 }
 

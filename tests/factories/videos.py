@@ -155,6 +155,14 @@ WAN: dict[str, Any] = {
     "num_layers": 2,
     "rope_max_seq_len": 32,
 }
+LTX: dict[str, Any] = {
+    **HEADS,
+    "in_channels": 4,
+    "out_channels": 4,
+    "cross_attention_dim": 32,
+    "num_layers": 2,
+    "caption_channels": CROSS,
+}
 COG: dict[str, Any] = {
     **HEADS,
     "in_channels": 4,
@@ -335,14 +343,7 @@ def add_videos() -> None:
     add(
         "LTXVideoTransformer3DModel",
         packed_video,
-        {
-            "in_channels": 4,
-            "out_channels": 4,
-            **HEADS,
-            "cross_attention_dim": 32,
-            "num_layers": 2,
-            "caption_channels": CROSS,
-        },
+        LTX,
         mask_shape=lambda size: (FRAMES * size.height * size.width,),
         sizes=TOKEN_SIZES,
     )

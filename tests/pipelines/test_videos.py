@@ -112,7 +112,7 @@ def test_edit_computes_the_sites_of_each_frame_alone(name: str) -> None:
     def watched(steps: Any, *args: Any, **named: Any) -> Any:
         for step in steps:
             if isinstance(step, maskfx.EditStep) and not step.mask.all():
-                shapes.append(tuple(step.mask.flatten(1).any(1).tolist()))
+                shapes.append(tuple(step.mask.reshape(3, -1).any(1).tolist()))
         return before(steps, *args, **named)
 
     denoiser.step = watched
