@@ -49,15 +49,22 @@ class MaskGrids:
         if len(shape) not in (4, 5):
             return None
         last, before = tuple(shape[-2:]), tuple(shape[-3:-1])
-        channels_last = not self._scales_to(last) and self._scales_to(before)
-        size = before if channels_last else last
-        if self.video.frames is None or len(shape) == 4:
-            return self.grid(size)[..., None] if channels_last else self.grid(size)
-        if channels_last:
-            return self.frames(shape[1], size)[..., None]
-        axis = self.video.axis(shape)
-        masks = self.frames(shape[axis], size)
+        if len(shape) == 4 or self.video.frames is None:
+            last_axis = self._has_channels_last(shape)
+            return self.grid(before)[..., None] if last_axis else self.grid(last)
+        axis = self._frames_axis(shape)
+        if self._has_channels_last(shape):
+            return self.frames(shape[axis], before)[..., None]
+        masks = self.frames(shape[axis], last)
         return masks if axis == 2 else masks[:, None]
+
+    def _has_channels_last(self, shape: Sequence[int]) -> bool:
+        """Return True if the channels of latents are behind their rows and columns."""
+        return not self._scales_to(tuple(shape[-2:])) and self._scales_to(tuple(shape[-3:-1]))
+
+    def _frames_axis(self, shape: Sequence[int]) -> int:
+        """Return the axis of the frames of latents of 5 dimensions."""
+        return 1 if self._has_channels_last(shape) else self.video.axis(shape)
 
     def _scales_to(self, size: tuple[int, ...]) -> bool:
         """Return True if sites of this many rows and columns are squares of pixels."""
@@ -108,10 +115,12 @@ class MaskGrids:
         count, size, own = shape[0], shape[1:], self.latents
         if own is None or own.dim() != 5 or video is None or video.dim() != 5:
             return self.frames(count, size)
-        axis = self.video.axis(own.shape)
+        axis = self._frames_axis(own.shape)
         few = own.shape[axis]
         if few == count:
             return self.frames(count, size)
+        if self._has_channels_last(own.shape):
+            return None
         channels = own.shape[3 - axis]
         wanted = own[:1].transpose(1, 2) if axis == 1 else own[:1]
         given = video.transpose(1, 2) if video.shape[1] == count else video
@@ -176,8 +185,8 @@ class MaskGrids:
             grid = grid_of(tokens, height, width)
             return None if grid is None else (1, grid)
         height, width = self.latents.shape[-2:]
-        frames = self.latents.shape[self.video.axis(self.latents.shape)]
-        count = frames if self.latents.dim() == 5 else 1
+        shape = self.latents.shape
+        count = shape[self._frames_axis(shape)] if len(shape) == 5 else 1
         for patch in (1, 2):
             if count * (height // patch) * (width // patch) == tokens:
                 return count, (height // patch, width // patch)

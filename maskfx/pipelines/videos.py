@@ -92,7 +92,7 @@ class VideoMask:
     def axis(self, shape: Sequence[int]) -> int:
         """Return the axis of the frames of latents of 5 dimensions."""
         axes = {1: 2, 2: 1, 4: 1}  # by the axis of the channels
-        found = (axes[i] for n in self.channels for i in axes if i < len(shape) and shape[i] == n)
+        found = (axes[i] for n in self.channels for i in axes if shape[i] == n)
         return next(found, 2)
 
 

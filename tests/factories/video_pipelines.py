@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from diffusers import CogVideoXDDIMScheduler, UniPCMultistepScheduler
 from PIL import Image
 
 from tests.factories.pipelines import STEPS, TEXT, Arguments, flow, picture, pipe_of, square
+from tests.factories.unet_pipelines import of_zoo
 from tests.factories.videos import COG, HUNYUAN, LTX, WAN
 from tests.factories.zoo import CROSS, HEADS, POOLED, Draw, only, tiny
 
@@ -27,16 +29,17 @@ class VideoKind:
     inputs: Callable[[int], Arguments]
     video: str = ""
     mask: str = "mask_image"
+    side: int = SIDE  # of each frame
 
 
-def film(seed: int = 0, count: int = FRAMES) -> list[Image.Image]:
+def film(seed: int = 0, side: int = SIDE) -> list[Image.Image]:
     """Frames of smooth blobs."""
-    return [picture(seed + frame, SIDE) for frame in range(count)]
+    return [picture(seed + frame, side) for frame in range(FRAMES)]
 
 
-def moving(count: int = FRAMES, first: int = 4, wide: int = 10) -> list[Image.Image]:
+def moving(side: int = SIDE) -> list[Image.Image]:
     """Masks of a square that moves to the right and down."""
-    return [square(first + frame, first + frame + wide, SIDE) for frame in range(count)]
+    return [square(4 + frame, 14 + frame, side) for frame in range(FRAMES)]
 
 
 def wan_vae() -> Any:
@@ -66,13 +69,16 @@ def texts(seed: int, **more: Any) -> Arguments:
     }
 
 
-def wan(name: str, **config: Any) -> Any:
-    net = tiny("WanTransformer3DModel", **{**WAN, **config})
-    # shifted flow times, as the pipelines expect them
-    scheduler = UniPCMultistepScheduler(
+def wan_times() -> Any:
+    """Shifted flow times, as pipelines of Wan expect them."""
+    return UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
-    parts = {"transformer": net, "vae": wan_vae(), "scheduler": scheduler}
+
+
+def wan(name: str, **config: Any) -> Any:
+    net = tiny("WanTransformer3DModel", **{**WAN, **config})
+    parts = {"transformer": net, "vae": wan_vae(), "scheduler": wan_times()}
     return pipe_of(name, lambda: parts)
 
 
@@ -100,10 +106,10 @@ def cog_vae() -> Any:
     )
 
 
-def cog(name: str) -> Any:
+def cog(name: str, **config: Any) -> Any:
     net = tiny(
         "CogVideoXTransformer3DModel",
-        **{**COG, "sample_width": 4, "sample_height": 4, "max_text_seq_length": TEXT},
+        **{**COG, "sample_width": 4, "sample_height": 4, "max_text_seq_length": TEXT, **config},
     )
     parts = {"transformer": net, "vae": cog_vae(), "scheduler": CogVideoXDDIMScheduler()}
     return pipe_of(name, lambda: parts)
@@ -114,7 +120,12 @@ def hunyuan() -> Any:
         "HunyuanVideoTransformer3DModel",
         **only(HUNYUAN, pooled_projection_dim=POOLED, guidance_embeds=True),
     )
-    coder = tiny(
+    parts = {"transformer": net, "vae": hunyuan_vae(), "scheduler": flow(shift=7.0)}
+    return pipe_of("HunyuanVideoPipeline", lambda: parts)
+
+
+def hunyuan_vae() -> Any:
+    return tiny(
         "AutoencoderKLHunyuanVideo",
         in_channels=3,
         out_channels=3,
@@ -125,8 +136,6 @@ def hunyuan() -> Any:
         layers_per_block=1,
         norm_num_groups=4,
     )
-    parts = {"transformer": net, "vae": coder, "scheduler": flow(shift=7.0)}
-    return pipe_of("HunyuanVideoPipeline", lambda: parts)
 
 
 def hunyuan_texts(seed: int) -> Arguments:
@@ -192,6 +201,54 @@ def magvit() -> Any:
     )
 
 
+def wan_image(seed: int) -> Arguments:
+    """A picture that the video begins with."""
+    return texts(seed, num_frames=FRAMES, image=picture(3, SIDE))
+
+
+def sky() -> Any:
+    net = tiny("SkyReelsV2Transformer3DModel", **WAN)
+    parts = {"transformer": net, "vae": wan_vae(), "scheduler": wan_times()}
+    return pipe_of("SkyReelsV2Pipeline", lambda: parts)
+
+
+def kandinsky() -> Any:
+    net = of_zoo("Kandinsky5Transformer3DModel-video", visual_cond=True)
+    parts = {"transformer": net, "vae": hunyuan_vae(), "scheduler": flow()}
+    return pipe_of("Kandinsky5T2VPipeline", lambda: parts)
+
+
+def kandinsky_texts(seed: int) -> Arguments:
+    draw, found = Draw(800 + seed), {}
+    for start in ("", "negative_"):
+        found[f"{start}prompt_embeds_qwen"] = draw.normal(1, TEXT, CROSS)
+        found[f"{start}prompt_embeds_clip"] = draw.normal(1, POOLED)
+        found[f"{start}prompt_cu_seqlens"] = torch.tensor([0, TEXT], dtype=torch.int32)
+    sizes = {"height": 64, "width": 64, "num_frames": FRAMES}
+    return {**found, **sizes, "num_inference_steps": STEPS}
+
+
+def animate(name: str) -> Any:
+    channels = 9 if "Inpaint" in name else 4
+    net = of_zoo("EasyAnimateTransformer3DModel", in_channels=channels)
+    parts = {"transformer": net, "vae": magvit(), "scheduler": flow()}
+    return pipe_of(name, lambda: parts)
+
+
+def animate_texts(seed: int) -> Arguments:
+    draw = Draw(900 + seed)
+    masks = {f"{n}prompt_attention_mask": draw.keep(1, TEXT) for n in ("", "negative_")}
+    return {**texts(seed, num_frames=FRAMES), **masks}
+
+
+def cog_image(seed: int) -> Arguments:
+    return texts(seed, num_frames=FRAMES, image=picture(3, SIDE))
+
+
+def controlled(seed: int) -> Arguments:
+    return texts(seed, control_video=film(5))
+
+
 VIDEO_KINDS: dict[str, VideoKind] = {
     kind.name: kind
     for kind in (
@@ -216,6 +273,35 @@ VIDEO_KINDS: dict[str, VideoKind] = {
         ),
         VideoKind("HunyuanVideoPipeline", hunyuan, hunyuan_texts),
         VideoKind("LTXPipeline", partial(ltx, "LTXPipeline"), ltx_texts),
+        VideoKind(
+            "LTXImageToVideoPipeline",
+            partial(ltx, "LTXImageToVideoPipeline"),
+            lambda seed: {**ltx_texts(seed), "image": picture(3, SIDE)},
+        ),
+        VideoKind(
+            "WanImageToVideoPipeline",
+            partial(wan, "WanImageToVideoPipeline", in_channels=12),
+            wan_image,
+        ),
+        VideoKind(
+            "LucyEditPipeline",
+            partial(wan, "LucyEditPipeline", in_channels=8),
+            partial(texts, num_frames=FRAMES),
+            "video",
+        ),
+        VideoKind("SkyReelsV2Pipeline", sky, partial(texts, num_frames=FRAMES)),
+        VideoKind(
+            "CogVideoXImageToVideoPipeline",
+            partial(cog, "CogVideoXImageToVideoPipeline", in_channels=8),
+            cog_image,
+        ),
+        VideoKind(
+            "CogVideoXFunControlPipeline",
+            partial(cog, "CogVideoXFunControlPipeline", in_channels=8),
+            controlled,
+        ),
+        VideoKind("Kandinsky5T2VPipeline", kandinsky, kandinsky_texts, side=64),
+        VideoKind("EasyAnimatePipeline", partial(animate, "EasyAnimatePipeline"), animate_texts),
     )
 }
 

@@ -19,7 +19,14 @@ from tests.pipelines.test_patches import Turns
 ALL = Quality.of("all-steps")
 EXACT = 1e-4  # rounding, over the steps of a run
 
-kinds = pytest.mark.parametrize("name", VIDEO_KINDS)
+QUICK = (
+    *("WanVideoToVideoPipeline", "WanVACEPipeline", "CogVideoXPipeline"),
+    *("LTXPipeline", "Kandinsky5T2VPipeline"),
+)
+kinds = pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in VIDEO_KINDS],
+)
 
 
 def noise(seed: int = 0) -> torch.Generator:
@@ -41,7 +48,7 @@ def frames(result: Any) -> np.ndarray:
 def whole(kind: VideoKind) -> dict[str, Any]:
     """The mask argument of a plain pipeline that makes everything anew."""
     own = kind.mask != "mask_image"
-    return {kind.mask: [Image.new("L", (SIDE, SIDE), 255)] * FRAMES} if own else {}
+    return {kind.mask: [Image.new("L", (kind.side, kind.side), 255)] * FRAMES} if own else {}
 
 
 def masked_pixels(masks: list[Image.Image]) -> np.ndarray:
@@ -60,7 +67,7 @@ def test_call_without_a_mask_gives_what_the_pipeline_gives(name: str) -> None:
 @kinds
 def test_mask_of_everything_gives_what_the_pipeline_gives(name: str) -> None:
     kind = VIDEO_KINDS[name]
-    white = [Image.new("L", (SIDE, SIDE), 255)] * FRAMES
+    white = [Image.new("L", (kind.side, kind.side), 255)] * FRAMES
     wanted = frames(kind.build()(**given_to(kind), **whole(kind)))
     pipe = maskfx.compile(kind.build(), quality=ALL)
     found = frames(pipe(**given_to(kind), **{kind.mask: white}))
@@ -74,8 +81,8 @@ def test_edit_with_the_arguments_of_its_template_gives_the_recorded_video(name: 
     recorded = pipe(**given_to(kind, **whole(kind)), record=True) if not whole(kind) else None
     if recorded is None:
         pytest.skip("its mask is among the denoiser's inputs, so a run records one mask")
-    found = pipe(**given_to(kind), mask_image=moving(), template=recorded.template)
-    original, inside = frames(recorded), masked_pixels(moving())
+    found = pipe(**given_to(kind), mask_image=moving(kind.side), template=recorded.template)
+    original, inside = frames(recorded), masked_pixels(moving(kind.side))
     assert np.abs(frames(found) - original)[0][inside].max() < EXACT
 
 
@@ -83,7 +90,7 @@ def test_edit_with_the_arguments_of_its_template_gives_the_recorded_video(name: 
 def test_frames_keep_the_pixels_outside_of_their_own_masks(name: str) -> None:
     kind = VIDEO_KINDS[name]
     pipe = maskfx.compile(kind.build(), quality=ALL)
-    masks, more = moving(), {}
+    masks, more = moving(kind.side), {}
     if not kind.video:
         recorded = pipe(**given_to(kind), record=True)
         original, more = frames(recorded)[0], {"template": recorded.template}
@@ -101,7 +108,7 @@ def test_edit_computes_the_sites_of_each_frame_alone(name: str) -> None:
     kind = VIDEO_KINDS[name]
     narrow = Quality(margin=0)
     pipe = maskfx.compile(kind.build(), quality=narrow)
-    one = [Image.new("L", (SIDE, SIDE), 255 * (frame == 0)) for frame in range(FRAMES)]
+    one = [Image.new("L", (kind.side, kind.side), 255 * (n == 0)) for n in range(FRAMES)]
     more: dict[str, Any] = {}
     if not kind.video:
         more["template"] = pipe(**given_to(kind), record=True).template
@@ -127,7 +134,7 @@ def maskfx_denoisers(pipe: Any) -> list[Any]:
 def test_list_of_one_mask_serves_all_frames() -> None:
     kind = VIDEO_KINDS["WanVideoToVideoPipeline"]
     pipe = maskfx.compile(kind.build(), quality=ALL)
-    [mask] = moving(1)
+    mask = moving()[0]
     one = frames(pipe(**given_to(kind), mask_image=mask))
     listed = frames(pipe(**given_to(kind), mask_image=[mask] * FRAMES))
     array = np.stack([np.asarray(mask) > 0] * FRAMES)

@@ -263,7 +263,7 @@ def guess(
         rest = 1 if masked > 0 or (masked == 0 and first >= second) else 2
     length = shape[rest]
     token = token_role(length, picture)
-    numbers = token is not None and not value.is_floating_point()  # one number per patch
+    numbers = token is not None and (steps or not value.is_floating_point())  # one per patch
     sequence = len(shape) - rest >= 2 or "mask" in name or "ids" in name or numbers
     if shape == [length] and textual and length in texts and not value.is_floating_point():
         return (texts[length],)  # positions of the text
