@@ -183,7 +183,7 @@ def video_roles(path: str, tensors: Mapping[str, torch.Tensor], channels: Sequen
     """
     shape = tensors[path].shape
     forms = {1: ("", "frames", "y", "x"), 2: ("frames", "", "y", "x"), 4: ("frames", "y", "x", "")}
-    found = [axis for axis in forms if shape[axis] in channels]
+    found = [axis for number in channels for axis in forms if shape[axis] == number]
     if shape[1] == 1 and shape[2] > 1:  # one frame, channels last
         found.insert(0, 4)
     for positions in position_lists(tensors):
@@ -195,7 +195,7 @@ def video_roles(path: str, tensors: Mapping[str, torch.Tensor], channels: Sequen
 
 
 def fits(shape: Sequence[int], form: Roles, positions: Sequence[int]) -> bool:
-    """Return True if a video of this form has patches of equal sides at so many positions."""
+    """Return True if a video of this form has patches of equal sides, one at each position."""
     size = dict(zip(form, shape[1:], strict=True))
     if len(positions) != 3 or not all(positions):
         return False
