@@ -336,6 +336,8 @@ class ValueTables:
             "part": list(window.part),
             "front": list(window.front),
             "flat": window.flat,
+            "depth": window.depth,
+            "early": window.early,
         }
         return window.name
 

@@ -68,6 +68,10 @@ class WindowSpec(Protocol):
     @property
     def flat(self) -> bool: ...
     @property
+    def depth(self) -> int: ...
+    @property
+    def early(self) -> int: ...
+    @property
     def weighted(self) -> bool: ...
 
 
@@ -138,10 +142,15 @@ def full_window(window: WindowSpec, source: Size, target: Size, frames: int = 1)
     Places outside of the grid have the index one past the last site.
     """
     each, sites = frame_window(window, source, target), source[0] * source[1]
-    if frames == 1:
+    if frames == 1 and window.depth == 1:
         return each
-    starts = np.arange(frames)[:, None, None] * sites
-    return np.where(each == sites, frames * sites, each + starts).reshape(-1, each.shape[1])
+    read = np.arange(frames)[:, None] - window.early + np.arange(window.depth)
+    if window.edge == "replicate":
+        read = read.clip(0, frames - 1)
+    read = read[:, None, :, None]  # frames, targets, depth, places
+    beyond = (read < 0) | (read >= frames) | (each[None, :, None, :] == sites)
+    found = np.where(beyond, frames * sites, each[None, :, None, :] + read * sites)
+    return found.reshape(frames * len(each), -1)
 
 
 def frame_window(window: WindowSpec, source: Size, target: Size) -> Index:

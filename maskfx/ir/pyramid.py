@@ -48,6 +48,7 @@ class Window:
         part: it begins a part of the source's size earlier too, given as in `Level.roll_part`.
         front: where one of the levels is filled up around the other: as `Level.fill_front`.
         flat: it runs along the sites row by row, from the end of a row to the next one's beginning.
+        depth, early: how many frames of a video it reads, and how many of them lie before its own.
     """
 
     source: int
@@ -64,6 +65,13 @@ class Window:
     part: tuple[int, int] = (0, 0)
     front: tuple[int, int] = (0, 0)
     flat: bool = False
+    depth: int = 1
+    early: int = 0
+
+    @property
+    def places(self) -> int:
+        """How many sites it reads, those beyond the border included."""
+        return self.depth * prod(self.kernel)
 
     @property
     def weighted(self) -> bool:
@@ -80,7 +88,8 @@ class Window:
                 sizes += (word, *more) if more != (0, 0) else ()
         elif self.kernel != (1, 1):
             sizes = (*self.kernel, *self.scale)
-        words = (self.rounding, self.edge, self.counts, "flat" if self.flat else "")
+        words = [self.rounding, self.edge, self.counts, "flat" if self.flat else ""]
+        words += [f"deep{self.depth}_{self.early}"] if self.depth > 1 else []
         parts = [self.source, self.target, *(w for w in words if w), *sizes]
         return "_".join(str(p).replace("-", "m").replace(".", "p") for p in parts)
 

@@ -147,7 +147,7 @@ def sizes_of(
         case Owner() | Enter() | Parents() | Subsites():
             return (Rows(row_set(source)),)
         case Neighbours(window) | Weights(window):
-            return Rows(row_set(source)), prod(window.kernel)
+            return Rows(row_set(source)), window.places
         case RestOwner(segments) | Lines("rest_order", segments):
             return (RestRows(segments),)
         case Lines("order" | "back", segments):

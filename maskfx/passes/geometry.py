@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 from torch.types import IntLikeType
 
-from maskfx.ir.lanes import Lane, NotLaned, Y
+from maskfx.ir.lanes import Frames, Lane, NotLaned, Y
 from maskfx.ir.pyramid import Level, Window
 from maskfx.passes.context import PassContext, argument, node_value, op_name
 from maskfx.passes.operators import CONVOLUTIONS, PADS, WINDOWS
@@ -24,6 +24,7 @@ class Geometry:
     Args:
         source: what the window reads, before padding.
         edge, inserted, counts, flat: see `maskfx.ir.pyramid.Window`.
+        early, late: how many frames before its own, and after it, a window reads.
         ceil: whether a last window may begin before the border and end beyond it.
     """
 
@@ -41,6 +42,9 @@ class Geometry:
     inserted: Pair = (1, 1)
     grow: Pair = (0, 0)
     flat: bool = False
+    early: int = 0
+    late: int = 0
+    depth: int = 1
 
     def level(self, parent: int) -> Level:
         """Return the level of the results, derived from the source's.
@@ -86,11 +90,14 @@ class Geometry:
             counts=self.counts,
             inserted=self.inserted,
             flat=self.flat,
+            depth=self.depth,
+            early=self.early,
         )
 
     @property
     def pointwise(self) -> bool:
         plain = self.before == self.after == (0, 0) and self.inserted == (1, 1)
+        plain = plain and self.depth == 1
         return plain and self.kernel == (1, 1) and self.stride == (1, 1)
 
 
@@ -112,7 +119,7 @@ LaneOf = Callable[[object], Lane]  # returns the axes of a value
 
 
 def window_geometry(node: fx.Node, lane_of: LaneOf) -> Geometry:
-    """Return the geometry of a convolution (in 3d frame by frame), a pool or an unfold."""
+    """Return the geometry of a convolution (in 3d, frames first), a pool or an unfold."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     name = op_name(node)
@@ -151,13 +158,34 @@ def convolution(node: fx.Node, source: fx.Node, lane_of: LaneOf) -> Geometry:
         ]
         before, after = (reach[0] // 2, reach[1] // 2), (-(-reach[0] // 2), -(-reach[1] // 2))
     else:
-        if any(n != 1 for n in frames) or (frames and triple(padding)[0] != 0):
-            raise NotLaned(f"it reaches over {frames[0]} frames")
-        if frames and triple(argument(node, 3, "stride", 1))[0] != 1:
-            raise NotLaned("it leaves out frames")
         before = after = pair(padding)
     lane = lane_before_pad(source, lane_of)
-    return Geometry(source, lane, kernel, stride, before, after, dilation, int(groups))
+    found = Geometry(source, lane, kernel, stride, before, after, dilation, int(groups))
+    if frames:
+        apart = (triple(argument(node, *at, 1))[0] for at in ((3, "stride"), (5, "dilation")))
+        return over_frames(found, frames[0], triple(padding)[0], *apart)
+    if has_frame_axis(lane, 2):  # rows are frames, and columns all sites of one
+        if kernel[1] != 1 or before[1] or op_name(source) in PADS:
+            raise NotLaned(f"it convolves {lane}")
+        alone = replace(found, kernel=(1, 1), stride=(1, 1), before=(0, 0), after=(0, 0))
+        return over_frames(alone, kernel[0], before[0], stride[0], dilation[0])
+    return found
+
+
+def has_frame_axis(lane: Lane, axis: int) -> bool:
+    """Return True if a dimension is the frames of a video."""
+    return len(lane.dims) > axis and [type(atom) for atom in lane.dims[axis]] == [Frames]
+
+
+def over_frames(found: Geometry, depth: int, ends: int, stride: int, dilation: int) -> Geometry:
+    """Return the geometry of a window that reads `depth` frames, with `ends` frames of padding."""
+    if depth == 1 and not ends and stride == 1:
+        return found
+    if not has_frame_axis(found.lane, 2):
+        raise NotLaned(f"it reaches over {depth} frames")
+    if stride != 1 or dilation != 1 and depth > 1:
+        raise NotLaned("it leaves out frames")
+    return replace(found, depth=depth, early=ends, late=ends)
 
 
 def along_axis(node: fx.Node, source: fx.Node, lane_of: LaneOf) -> Geometry:
@@ -241,10 +269,19 @@ def padded(found: Geometry, lane_of: LaneOf, keeps_padding: bool) -> Geometry:
     source = found.source
     if op_name(source) not in PADS:
         return found
-    own = found.before != (0, 0) or found.after != (0, 0) or found.ceil
+    own = found.before != (0, 0) or found.after != (0, 0) or found.ceil or found.early > 0
     edge, pads = padding_of(source)
-    cuts = min(pads[:4], default=0) < 0
-    if edge is None or any(pads[4:]) or own and (edge or keeps_padding or cuts):
+    cuts = min(pads, default=0) < 0
+    frames = pads[4:6] if len(pads) == 6 and has_frame_axis(found.lane, 2) else [0, 0]
+    if (
+        edge is None
+        or any(pads[4:])
+        and not any(frames)
+        or any(frames)
+        and edge not in ("", "replicate")
+    ):
+        return replace(found, lane=lane_of(source))
+    if own and (edge or keeps_padding or cuts):
         return replace(found, lane=lane_of(source))
     inner = source.args[0]
     assert isinstance(inner, fx.Node)
@@ -254,6 +291,8 @@ def padded(found: Geometry, lane_of: LaneOf, keeps_padding: bool) -> Geometry:
         before=(found.before[0] + pads[2], found.before[1] + pads[0]),
         after=(found.after[0] + pads[3], found.after[1] + pads[1]),
         edge=edge,
+        early=found.early + frames[0],
+        late=found.late + frames[1],
     )
 
 

@@ -73,7 +73,8 @@ def set_apart(edit: Editor, picked: fx.Node, g: Geometry, apart: int, channels: 
 
     The same weights apply to each, as to each batch element.
     """
-    wide = edit.emit(aten.unflatten.int, picked, 1, [g.kernel[0] * g.kernel[1], apart, channels])
+    places = g.depth * g.kernel[0] * g.kernel[1]
+    wide = edit.emit(aten.unflatten.int, picked, 1, [places, apart, channels])
     each = edit.emit(aten.permute.default, wide, [0, 2, 1, 3])
     joined = edit.emit(aten.flatten.using_ints, each, 2, 3)
     return edit.emit(aten.flatten.using_ints, joined, 0, 1)
@@ -124,8 +125,8 @@ def convolve(edit: Editor, picked: fx.Node, g: Geometry, transposed: bool = Fals
     if transposed and g.groups == 1:  # its weight is [in, out, ...]
         flat = edit.derived(weight, (1, 2, 3, 0), (each, g.kernel[0] * g.kernel[1] * out))
         return edit.linear(picked, flat, bias)
-    taps = g.kernel[0] * g.kernel[1]
-    places = tuple(range(2, node_value(weight).dim()))  # one frame, image rows, image columns
+    taps = g.depth * g.kernel[0] * g.kernel[1]
+    places = tuple(range(2, node_value(weight).dim()))  # frames, image rows, image columns
     if g.groups == 1:
         flat = edit.derived(weight, (0, *places, 1), (out, taps * each))
         return edit.linear(picked, flat, bias)

@@ -8,6 +8,7 @@ from tests.factories import (  # noqa: F401
     own_resampling,
     own_transformers,
     own_unets,
+    own_videos,
     own_weights,
     own_windows,
 )

@@ -57,6 +57,8 @@ class Window:
     part: Size = (0, 0)
     front: Size = (0, 0)
     flat: bool = False
+    depth: int = 1
+    early: int = 0
 
     @property
     def weighted(self) -> bool:

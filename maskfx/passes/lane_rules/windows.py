@@ -29,6 +29,7 @@ from maskfx.passes.context import PassContext, argument, op_name
 from maskfx.passes.geometry import (
     Geometry,
     ends_of,
+    has_frame_axis,
     patch_of,
     transposed_geometry,
     value_of,
@@ -53,12 +54,25 @@ def window(m: Marker, node: fx.Node) -> Lane:
     if plain is not None and (found := m.of_samples(node, plain)) is not None:
         return found
     geometry = window_geometry(node, m.need)
+    if geometry.early + geometry.late != geometry.depth - 1:
+        raise NotLaned(f"it makes another number of frames than it reads: {geometry.lane}")
+    if has_frame_axis(geometry.lane, 2) and len(geometry.lane.dims) == 4:
+        return through_frames(m, node, geometry.lane)
     level = level_after(m, geometry)
     if name == "im2col":
         batch = geometry.lane.dims[0]
         sites = m.ctx.pyramid.y(level), m.ctx.pyramid.x(level)
         return Lane((batch, (Feature(node_shape(node)[1]),), sites))
     return resized(m, node, geometry.lane, level)
+
+
+def through_frames(m: Marker, node: fx.Node, lane: Lane) -> Lane:
+    """Return the lane of (batch, channels, frames, sites), convolved along the frames."""
+    sites = [type(atom) for atom in lane.dims[3]]
+    if sites != [Y, X] or not lane.is_feature_dim(1) or lane.features(0) != 1:
+        raise NotLaned(f"it convolves {lane}")
+    size = node_shape(node)[1]
+    return Lane((lane.dims[0], (Feature(size),) if size != 1 else (), *lane.dims[2:]))
 
 
 @rule("conv1d")
