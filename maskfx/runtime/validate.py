@@ -51,8 +51,9 @@ def check_mask(mask: object, wanted: tuple[int, ...]) -> Tensor:
     if len(wanted) == 3 and tuple(mask.shape) == wanted[1:]:
         return mask.expand(wanted)
     if tuple(mask.shape) != wanted:
+        flat = f" or {wanted[1:]}, the same in all frames" if len(wanted) == 3 else ""
         raise MaskError(
-            f"EditStep.mask: expected shape {wanted}, got {tuple(mask.shape)}; "
+            f"EditStep.mask: expected shape {wanted}{flat}, got {tuple(mask.shape)}; "
             "resize it to the latent (by max-pooling, so that thin strokes survive)"
         )
     return mask

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers import CogVideoXDDIMScheduler, UniPCMultistepScheduler
+from diffusers import ClassifierFreeGuidance, CogVideoXDDIMScheduler, UniPCMultistepScheduler
 from PIL import Image
 
 from tests.factories.pipelines import STEPS, TEXT, Arguments, flow, picture, pipe_of, square
-from tests.factories.unet_pipelines import of_zoo
+from tests.factories.unet_pipelines import ddim, of_zoo
 from tests.factories.videos import COG, HUNYUAN, LTX, WAN
 from tests.factories.zoo import CROSS, HEADS, POOLED, Draw, only, tiny
 
@@ -249,6 +249,58 @@ def controlled(seed: int) -> Arguments:
     return texts(seed, control_video=film(5))
 
 
+def two_wans() -> Any:
+    """Two denoisers, of early steps and of later ones."""
+    nets = {n: tiny("WanTransformer3DModel", **WAN) for n in ("transformer", "transformer_2")}
+    parts = {**nets, "vae": wan_vae(), "scheduler": wan_times(), "boundary_ratio": 0.8}
+    return pipe_of("WanPipeline", lambda: parts)
+
+
+def unprompted(seed: int) -> Arguments:
+    """Text states in place of the empty text that a pipeline has by default."""
+    return {**animate_texts(seed), "negative_prompt": None}
+
+
+def allegro() -> Any:
+    net = of_zoo("AllegroTransformer3DModel", sample_width=4, sample_height=4)
+    coder = tiny(
+        "AutoencoderKLAllegro",
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=2,
+        temporal_compression_ratio=4,
+        sample_size=SIDE,
+    )
+    coder.enable_tiling()
+    parts = {"transformer": net, "vae": coder, "scheduler": ddim()}
+    return pipe_of("AllegroPipeline", lambda: parts)
+
+
+def sana_video() -> Any:
+    net = of_zoo("SanaVideoTransformer3DModel")
+    parts = {"transformer": net, "vae": wan_vae(), "scheduler": flow(shift=7.0)}
+    return pipe_of("SanaVideoPipeline", lambda: parts)
+
+
+def sana_texts(seed: int) -> Arguments:
+    given = {**unprompted(seed), "frames": FRAMES, "use_resolution_binning": False}
+    return {n: v for n, v in given.items() if n != "num_frames"}
+
+
+def motif() -> Any:
+    net = of_zoo("MotifVideoTransformer3DModel", in_channels=9)
+    parts = {"transformer": net, "vae": wan_vae(), "scheduler": flow()}
+    guider = ClassifierFreeGuidance(guidance_scale=4.0)
+    return pipe_of("MotifVideoPipeline", lambda: {**parts, "guider": guider})
+
+
+def forcing() -> Any:
+    net = tiny("SkyReelsV2Transformer3DModel", **WAN)
+    parts = {"transformer": net, "vae": wan_vae(), "scheduler": wan_times()}
+    return pipe_of("SkyReelsV2DiffusionForcingPipeline", lambda: parts)
+
+
 VIDEO_KINDS: dict[str, VideoKind] = {
     kind.name: kind
     for kind in (
@@ -302,6 +354,15 @@ VIDEO_KINDS: dict[str, VideoKind] = {
         ),
         VideoKind("Kandinsky5T2VPipeline", kandinsky, kandinsky_texts, side=64),
         VideoKind("EasyAnimatePipeline", partial(animate, "EasyAnimatePipeline"), animate_texts),
+        VideoKind("WanPipeline-two", two_wans, partial(texts, num_frames=FRAMES)),
+        VideoKind("AllegroPipeline", allegro, unprompted),
+        VideoKind("SanaVideoPipeline", sana_video, sana_texts),
+        VideoKind("MotifVideoPipeline", motif, animate_texts),
+        VideoKind(
+            "SkyReelsV2DiffusionForcingPipeline",
+            forcing,
+            partial(texts, num_frames=FRAMES, base_num_frames=FRAMES, prompt=None),
+        ),
     )
 }
 
