@@ -12,7 +12,7 @@ from diffusers import ClassifierFreeGuidance, CogVideoXDDIMScheduler, UniPCMulti
 from PIL import Image
 
 from tests.factories.pipelines import STEPS, TEXT, Arguments, flow, picture, pipe_of, square
-from tests.factories.unet_pipelines import ddim, of_zoo
+from tests.factories.unet_pipelines import of_zoo
 from tests.factories.videos import COG, HUNYUAN, LTX, WAN
 from tests.factories.zoo import CROSS, HEADS, POOLED, Draw, only, tiny
 
@@ -261,22 +261,6 @@ def unprompted(seed: int) -> Arguments:
     return {**animate_texts(seed), "negative_prompt": None}
 
 
-def allegro() -> Any:
-    net = of_zoo("AllegroTransformer3DModel", sample_width=4, sample_height=4)
-    coder = tiny(
-        "AutoencoderKLAllegro",
-        latent_channels=4,
-        block_out_channels=(8, 8, 8, 8),
-        layers_per_block=1,
-        norm_num_groups=2,
-        temporal_compression_ratio=4,
-        sample_size=SIDE,
-    )
-    coder.enable_tiling()
-    parts = {"transformer": net, "vae": coder, "scheduler": ddim()}
-    return pipe_of("AllegroPipeline", lambda: parts)
-
-
 def sana_video() -> Any:
     net = of_zoo("SanaVideoTransformer3DModel")
     parts = {"transformer": net, "vae": wan_vae(), "scheduler": flow(shift=7.0)}
@@ -355,7 +339,6 @@ VIDEO_KINDS: dict[str, VideoKind] = {
         VideoKind("Kandinsky5T2VPipeline", kandinsky, kandinsky_texts, side=64),
         VideoKind("EasyAnimatePipeline", partial(animate, "EasyAnimatePipeline"), animate_texts),
         VideoKind("WanPipeline-two", two_wans, partial(texts, num_frames=FRAMES)),
-        VideoKind("AllegroPipeline", allegro, unprompted),
         VideoKind("SanaVideoPipeline", sana_video, sana_texts),
         VideoKind("MotifVideoPipeline", motif, animate_texts),
         VideoKind(
