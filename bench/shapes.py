@@ -61,7 +61,7 @@ class Shape:
 
     def masked(self, output: Tensor, grid: Tensor) -> Tensor:
         """The values of a batch-1 output at masked sites."""
-        return output[:, grid.reshape(-1)] if self.packed else output[:, :, grid]
+        return output[:, grid.reshape(-1)] if self.packed else output[..., grid]
 
 
 def wake(module: nn.Module) -> None:
@@ -293,6 +293,15 @@ def qwen_inputs(config: dict[str, Any], size: Size, seed: int) -> Inputs:
     }
 
 
+def wan_inputs(config: dict[str, Any], size: Size, seed: int) -> Inputs:
+    """A video of 33 frames: 9 of latents, and a mask that is the same in all of them."""
+    return {
+        "hidden_states": normal(seed, 1, config["in_channels"], 9, size.height, size.width),
+        "encoder_hidden_states": normal(seed + 1000, 1, size.text, config["text_dim"]),
+        "timestep": torch.tensor([981 - 20 * (seed % 40)]),
+    }
+
+
 # Real depth and width, for GPUs, and for weights on the meta device: only capture and passes run.
 FLUX = Shape(
     "flux",
@@ -367,5 +376,22 @@ FULL_DEPTH = (
         Size(64, 64, 256),
         qwen_inputs,
         packed=True,
+    ),
+    Shape(
+        "wan",
+        "Wan 2.1 of 1.3 billion parameters, 9 latent frames of 480x832",
+        "WanTransformer3DModel",
+        {
+            "num_attention_heads": 12,
+            "attention_head_dim": 128,
+            "in_channels": 16,
+            "out_channels": 16,
+            "text_dim": 4096,
+            "freq_dim": 256,
+            "ffn_dim": 8960,
+            "num_layers": 30,
+        },
+        Size(60, 104, 512),
+        wan_inputs,
     ),
 )
