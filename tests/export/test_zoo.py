@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 NAMES = (
     *("UNet2DConditionModel-sd15", "UNet2DConditionModel-sdxl", "ControlNetModel"),
     *("FluxTransformer2DModel", "SD3Transformer2DModel", "QwenImageTransformer2DModel"),
-    "PixArtTransformer2DModel",
+    *("PixArtTransformer2DModel", "WanTransformer3DModel", "SanaVideoTransformer3DModel"),
 )
 
 
