@@ -238,6 +238,8 @@ CLASSES = [
     "SanaTransformer2DModel",
     "PixArtTransformer2DModel",
     "HiDreamImageTransformer2DModel",
+    "WanTransformer3DModel",
+    "SanaVideoTransformer3DModel",
 ]
 
 
