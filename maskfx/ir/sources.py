@@ -83,6 +83,8 @@ class Subsites:
 class Lines:
     """A table of the lines of a picture, along `axis`: "x" for its rows, "y" for its columns.
 
+    Of a video: "picture" for its frames, "frames" for the places of all frames.
+
     `part` is "spans", (lines, 2): start and stop of each line's rows, one request after another;
     "order": the row at each place if they lie line by line; "back": the place of each row there.
     "rest_spans" and "rest_order" are those of the cached rows of the rest.

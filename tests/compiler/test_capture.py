@@ -212,6 +212,14 @@ def test_channels_of_a_video_are_found_by_number_or_by_positions() -> None:
     assert found(1, 1, 8, 12, 33) == ("batch", "", "y", "x", "")
 
 
+def test_one_frame_is_a_picture_whatever_roles_say() -> None:
+    said = ("batch", "", "frames", "y", "x")
+    for frames, wanted in ((1, ""), (2, "frames")):
+        inputs = {"sample": numbers(1, 4, frames, 8, 8, seed=0)}
+        [leaf] = infer(nn.Identity(), inputs, {"sample": said})
+        assert leaf.roles == ("batch", "", wanted, "y", "x")
+
+
 def test_roles_of_positions_and_numbers() -> None:
     inputs = {
         "hidden_states": numbers(2, 1, 8, 12, 4, seed=0),

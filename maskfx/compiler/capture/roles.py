@@ -102,7 +102,8 @@ def infer(
                 f"roles={{{path!r}: {roles}}}: {len(roles)} roles for a tensor of shape "
                 f"{tuple(value.shape)}; give one role per dimension"
             )
-        found[path] = tuple(roles)
+        sizes = zip(roles, value.shape, strict=True)
+        found[path] = tuple("" if r == "frames" and size == 1 else r for r, size in sizes)
     leaves = []
     for path, value in zip(paths, values, strict=True):
         step = path == primary or any(w in f"_{path}_" for w in STEP_WORDS)
@@ -189,9 +190,7 @@ def video_roles(path: str, tensors: Mapping[str, torch.Tensor], channels: Sequen
     for positions in position_lists(tensors):
         counts = [len(tensors[p]) for p in positions]
         found = [a for a, form in forms.items() if fits(shape, form, counts)] + found
-    form = forms[found[0] if found else 1]
-    sizes = dict(zip(form, shape[1:], strict=True))
-    return ("batch", *("" if r == "frames" and sizes[r] == 1 else r for r in form))
+    return ("batch", *forms[found[0] if found else 1])
 
 
 def fits(shape: Sequence[int], form: Roles, positions: Sequence[int]) -> bool:
