@@ -38,6 +38,8 @@ class LevelSpec(Protocol):
     def roll_part(self) -> Size: ...
     @property
     def fill_front(self) -> Size: ...
+    @property
+    def turn(self) -> int: ...
 
 
 class WindowSpec(Protocol):
@@ -109,7 +111,7 @@ def mask_at(mask: Bools, level: LevelSpec, size: Size) -> Bools:
     The mask of a video has its frames first.
     """
     if mask.ndim == 3:
-        return np.stack([mask_at(frame, level, size) for frame in mask])
+        return np.roll(np.stack([mask_at(frame, level, size) for frame in mask]), level.turn, 0)
     if level.roll != (0, 0) or level.roll_part != (0, 0):
         shifts = [n + part_of(mask.shape[i], level.roll_part[i]) for i, n in enumerate(level.roll)]
         return np.roll(mask, shifts, (0, 1))
@@ -147,6 +149,8 @@ def full_window(window: WindowSpec, source: Size, target: Size, frames: int = 1)
     read = np.arange(frames)[:, None] - window.early + np.arange(window.depth)
     if window.edge == "replicate":
         read = read.clip(0, frames - 1)
+    if window.edge == "circular":
+        read = read % frames
     read = read[:, None, :, None]  # frames, targets, depth, places
     beyond = (read < 0) | (read >= frames) | (each[None, :, None, :] == sites)
     found = np.where(beyond, frames * sites, each[None, :, None, :] + read * sites)

@@ -22,7 +22,7 @@ class LevelShare:
     Args:
         parent: The number of the level that it is derived from; None for the mask's.
         grow, divide, extra, times, offset: How its sites lie on its parent's.
-        roll, fill, roll_part, fill_front: How they are moved.
+        roll, fill, roll_part, fill_front, turn: How they are moved.
         per_site: FLOPs of a site, relative to those of a whole picture per site of the mask.
         per_pair: The same of attention, of a site and one that it attends to.
     """
@@ -37,6 +37,7 @@ class LevelShare:
     fill: Size = (1, 1)
     roll_part: Size = (0, 0)
     fill_front: Size = (0, 0)
+    turn: int = 0
     per_site: float = 1.0
     per_pair: float = 1.0
 

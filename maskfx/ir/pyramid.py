@@ -89,7 +89,8 @@ class Window:
         elif self.kernel != (1, 1):
             sizes = (*self.kernel, *self.scale)
         words = [self.rounding, self.edge, self.counts, "flat" if self.flat else ""]
-        words += [f"deep{self.depth}_{self.early}"] if self.depth > 1 else []
+        frames = self.depth, self.early
+        words += ["deep{}_{}".format(*frames)] if frames != (1, 0) else []
         parts = [self.source, self.target, *(w for w in words if w), *sizes]
         return "_".join(str(p).replace("-", "m").replace(".", "p") for p in parts)
 
@@ -105,7 +106,8 @@ class Level:
     `roll` is set for a level whose sites are its parent's, moved down and to the right as
     `torch.roll` moves them; with a `roll_part` of n by another n-th part of the size, rounded down,
     back if it is negative. `fill`: sites are added up to a multiple, at the far edges or, with a
-    `fill_front` of 2, half of them before the picture (-2: rounded up, 1: all).
+    `fill_front` of 2, half of them before the picture (-2: rounded up, 1: all). `turn`: its frames
+    are its parent's, moved on by as many as `torch.roll` moves them.
     """
 
     parent: int | None = None
@@ -119,6 +121,7 @@ class Level:
     fill: tuple[int, int] = (1, 1)
     roll_part: tuple[int, int] = (0, 0)
     fill_front: tuple[int, int] = (0, 0)
+    turn: int = 0
 
     def size(self, parent: tuple[int, int]) -> tuple[int, int]:
         return level_size(self, parent)
@@ -131,7 +134,7 @@ class Level:
     @property
     def rolls(self) -> bool:
         """Whether its sites are its parent's, rolled."""
-        return self.roll != (0, 0) or self.roll_part != (0, 0)
+        return self.roll != (0, 0) or self.roll_part != (0, 0) or self.turn != 0
 
     @property
     def shifts(self) -> tuple[Shift, Shift]:
@@ -247,16 +250,21 @@ class Pyramid:
             found = self.levels[found].parent
         return found
 
-    def rolled(self, level: int, shifts: tuple[Shift, Shift]) -> int:
+    def rolled(self, level: int, shifts: tuple[Shift, Shift], turn: int = 0) -> int:
         """Return a level whose sites are moved; moving them back gives the level before."""
         own = self.levels[level]
         down, across = (added(*pair) for pair in zip(own.shifts, shifts, strict=True))
         if own.parent is not None and own.rolls and down is not None and across is not None:
-            level, shifts = own.parent, (down, across)
-        if shifts == (NO_SHIFT, NO_SHIFT):
+            level, shifts, turn = own.parent, (down, across), (own.turn + turn) % self.frames
+        if shifts == (NO_SHIFT, NO_SHIFT) and not turn:
             return level
         (y, y_part), (x, x_part) = shifts
-        return self.derive(Level(parent=level, roll=(y, x), roll_part=(y_part, x_part)))
+        return self.derive(Level(parent=level, roll=(y, x), roll_part=(y_part, x_part), turn=turn))
+
+    def is_rolled(self, level: int) -> bool:
+        """Return True if the level that this one is derived from last was rolled."""
+        moved = self.moved_from(level)
+        return moved is not None and self.levels[moved].rolls
 
     def rolled_by(self, level: int) -> tuple[Shift, Shift]:
         """Return how far the level that this one is derived from last was rolled."""

@@ -53,9 +53,12 @@ def canonicalize_rolls(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def is_line(ctx: PassContext, size: object) -> bool:
-    """Return True for the size of the picture's rows or columns, not that of tokens or features."""
+    """Return True for the size of the picture's rows or columns, not that of tokens or features.
+
+    The number of a video's frames may be that of features, which are rolled then.
+    """
     if not isinstance(size, torch.SymInt):
-        return False
+        return size == ctx.pyramid.frames > 1
     lines = [getattr(ctx.symbols.get(role), "free_symbols", None) for role in ("y", "x")]
     return size.node.expr.free_symbols in lines and "**" not in str(size.node.expr)
 

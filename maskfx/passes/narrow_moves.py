@@ -13,7 +13,7 @@ from maskfx.ir.sources import Weights
 from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, node_at, op_name
 from maskfx.passes.geometry import edge_of, ends_of, value_of
 from maskfx.passes.lane_rules.moved import listed
-from maskfx.passes.lane_rules.windows import site_shifts
+from maskfx.passes.lane_rules.windows import frames_turned, site_shifts
 from maskfx.passes.operators import PADS
 from maskfx.passes.row_form import full_rows, is_rows, pick_up
 
@@ -104,9 +104,11 @@ def window_of(ctx: PassContext, node: fx.Node, source: Lane, target: Lane) -> Wi
     if levels[0] is None or levels[1] is None or levels[0] == levels[1] and shifts is None:
         return None
     part = front = (0, 0)
+    early = 0
     if shifts is not None:
         (down, down_part), (across, across_part) = shifts
         before, part, edge = (down, across), (down_part, across_part), "circular"
+        early = frames_turned(ctx, node, source)
     elif name in ("slice", "slice_scatter"):
         first = 1 if name == "slice" else 2
         axis = argument(node, first, "dim", 0) % len(source.dims)
@@ -129,7 +131,8 @@ def window_of(ctx: PassContext, node: fx.Node, source: Lane, target: Lane) -> Wi
     else:
         edge = edge_of(node)
         before, front = starts_of(ctx, node, source), fronts(ctx, levels[1], (1, 1))
-    return Window(levels[0], levels[1], (1, 1), stride, before, edge=edge, part=part, front=front)
+    more = {"edge": edge, "part": part, "front": front, "early": early}
+    return Window(levels[0], levels[1], (1, 1), stride, before, **more)  # type: ignore[arg-type]
 
 
 def fronts(ctx: PassContext, level: int, axes: tuple[int, int]) -> tuple[int, int]:

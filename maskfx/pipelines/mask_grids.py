@@ -46,10 +46,10 @@ class MaskGrids:
         if len(shape) == 3:
             grid = self._packed_grid(shape[1])
             return None if grid is None else self.frames(*grid).flatten()[:, None]
-        if len(shape) not in (4, 5):
+        if len(shape) not in (4, 5, 6):
             return None
         last, before = tuple(shape[-2:]), tuple(shape[-3:-1])
-        if len(shape) == 4 or self.video.frames is None:
+        if len(shape) != 5 or self.video.frames is None:
             last_axis = self._has_channels_last(shape)
             return self.grid(before)[..., None] if last_axis else self.grid(last)
         axis = self._frames_axis(shape)
@@ -113,8 +113,10 @@ class MaskGrids:
     def _of_video(self, shape: tuple[int, int, int], video: Tensor | None) -> Tensor | None:
         """Return the mask of a denoiser's video, of which the latents may be some frames."""
         count, size, own = shape[0], shape[1:], self.latents
-        if own is None or own.dim() != 5 or video is None or video.dim() != 5:
+        if own is None or video is None or own.dim() != video.dim() or own.dim() not in (5, 6):
             return self.frames(count, size)
+        if own.dim() == 6:  # pictures beside each other, each of one frame
+            own, video = (v[:, :, :, 0].transpose(1, 2) for v in (own, video))
         axis = self._frames_axis(own.shape)
         few = own.shape[axis]
         if few == count:

@@ -67,7 +67,7 @@ def own_levels(pyramid: Pyramid) -> tuple[list[int], list[LevelShare]]:
         above = own.parent
         parent = None if above is None else numbers.index(without_region(pyramid, above))
         names = [*("grow", "divide", "extra", "times", "offset"), *("roll", "fill")]
-        names += ["roll_part", "fill_front"]
+        names += ["roll_part", "fill_front", "turn"]
         shares.append(LevelShare(parent, **{name: getattr(own, name) for name in names}))
     return numbers, shares
 

@@ -132,6 +132,19 @@ class Attention(FilmBlock):
         return y.view(b, f, h, w, c).permute(0, 4, 1, 2, 3)
 
 
+class Turned(FilmBlock):
+    """Frames in another order: the last one first, as references stand behind a picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.attention = conv((1, 3, 3), padding=(0, 1, 1)), Attention("all")
+
+    def mix(self, x: Tensor) -> Tensor:
+        x = torch.cat([x[:, :, -1:], x[:, :, :-1]], 2)
+        x = self.attention.mix(self.layer(x))
+        return torch.cat([x[:, :, 1:], x[:, :, :1]], 2)
+
+
 class Placed(FilmBlock):
     """A vector for each frame, one for each place, and a product of both with the sites."""
 
@@ -189,6 +202,7 @@ film("film-attention", blocks(partial(Attention, "all")))
 film(
     "film-in-turn", blocks(partial(Attention, "picture"), partial(Attention, "frames")), quick=True
 )
+film("film-turned", blocks(Turned), quick=True)
 film("film-placed", blocks(Placed))
 film(
     "film-resampled",

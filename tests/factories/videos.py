@@ -87,6 +87,13 @@ def wan_tokens(inputs: Inputs, size: Size, seed: int) -> dict[str, Any]:
     return arguments
 
 
+def items_inputs(size: Size, seed: int) -> dict[str, Any]:
+    """Inputs of JoyImageEditTransformer3DModel with references, each an item of one frame."""
+    arguments = video_inputs(size, seed)
+    arguments["hidden_states"] = arguments["hidden_states"].transpose(1, 2).unsqueeze(3)
+    return arguments
+
+
 def vace_inputs(size: Size, seed: int) -> dict[str, Any]:
     """Inputs of WanVACETransformer3DModel: a control video as large as the latent."""
     arguments = video_inputs(size, seed)
@@ -252,20 +259,18 @@ def add_videos() -> None:
             "out_visual_dim": 4,
         },
     )
-    add_video(
-        "JoyImageEditTransformer3DModel-references",
-        video_inputs,
-        {
-            "patch_size": [1, 2, 2],
-            "in_channels": 4,
-            "hidden_size": 32,
-            "num_attention_heads": 2,
-            "text_dim": CROSS,
-            "mlp_width_ratio": 2.0,
-            "num_layers": 2,
-            "rope_dim_list": [4, 6, 6],
-        },
-    )
+    joy: dict[str, Any] = {
+        "patch_size": [1, 2, 2],
+        "in_channels": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "text_dim": CROSS,
+        "mlp_width_ratio": 2.0,
+        "num_layers": 2,
+        "rope_dim_list": [4, 6, 6],
+    }
+    add_video("JoyImageEditTransformer3DModel-references", video_inputs, joy)
+    add_video("JoyImageEditTransformer3DModel-items", items_inputs, joy)
     cog = partial(video_inputs, frames_first=True)
     add_video("CogVideoXTransformer3DModel", cog, COG, sizes=fixed_text(PATCH_SIZES))
     add_video(

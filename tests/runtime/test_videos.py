@@ -17,7 +17,7 @@ from tests.factories.own_videos import FRAMES
 from tests.factories.zoo import Draw, Size
 from tests.runtime.test_oracle import assert_kept_outside, assert_near
 
-NAMES = ("film-attention", "film-in-turn", "film-windows")
+NAMES = ("film-attention", "film-in-turn", "film-windows", "film-turned")
 SIZE = Size(1, 8, 8)
 
 

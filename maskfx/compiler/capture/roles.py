@@ -157,6 +157,8 @@ def picture_sizes(
                 roles = ("batch", "tokens", "")
             case 4:
                 roles = ("batch", "", "y", "x")
+            case 6:  # several videos or pictures
+                roles = ("batch", "frames", "", "", "y", "x")
             case n:
                 raise CaptureError(
                     f"{path}: the roles of {n} dimensions can't be inferred; pass "

@@ -20,7 +20,7 @@ class Level:
     With a region, a level has its parent's sites, of which others may be active. With a roll, it
     has its parent's sites moved down and to the right. `offset` is the site of the parent, counted
     in its finer grid, at which the first site begins. With `fill`, sites are added up to a
-    multiple. `roll_part` and `fill_front` are as in `maskfx.ir.pyramid.Level`.
+    multiple. `roll_part`, `fill_front` and `turn` are as in `maskfx.ir.pyramid.Level`.
     """
 
     parent: int | None
@@ -33,6 +33,7 @@ class Level:
     offset: Size = (0, 0)
     fill: Size = (1, 1)
     roll_part: Size = (0, 0)
+    turn: int = 0
     fill_front: Size = (0, 0)
 
     def size(self, parent: Size) -> Size:

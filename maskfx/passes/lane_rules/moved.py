@@ -45,7 +45,7 @@ def results_elsewhere(pyramid: Pyramid, output: fx.Node) -> Iterator[fx.Node]:
             continue
         first, own = (pyramid.place(pyramid.levels[n]) for n in (0, level))
         moved = pyramid.hints[level] == pyramid.hints[0] and not is_near(first, own)
-        if moved or any(s != NO_SHIFT for s in pyramid.rolled_by(level)):
+        if moved or pyramid.is_rolled(level):
             yield node
 
 

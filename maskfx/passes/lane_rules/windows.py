@@ -294,11 +294,13 @@ def placed(pair: tuple[int, int], i: int, number: int) -> tuple[int, int]:
 def roll(m: Marker, node: fx.Node) -> Lane:
     """Move sites to a level of their own; by one site, if they aren't moved back, read others."""
     lane = m.need(node.args[0])
-    shifts = site_shifts(m.ctx, node, lane)
+    shifts, turn = site_shifts(m.ctx, node, lane), frames_turned(m.ctx, node, lane)
     if shifts is None:
         return lane
     source = next(a.level for a in lane.atoms() if isinstance(a, Y))
-    level = m.ctx.pyramid.rolled(source, shifts)
+    level = m.ctx.pyramid.rolled(source, shifts, turn)
+    if turn:
+        return at_level(lane, level)
     near = all(abs(number) <= NEAR and not part for number, part in shifts)
     near = near and not m.ctx.pyramid.levels[source].rolls
     return lane if near and not is_rolled_back(m.ctx, node, shifts) else at_level(lane, level)
@@ -325,6 +327,13 @@ def site_shifts(ctx: PassContext, node: fx.Node, lane: Lane) -> tuple[Shift, Shi
     if all(lane.is_feature_dim(d) for d in found):
         return None
     moved = {type(a): found[d] for d in found for a in lane.dims[d] if len(lane.dims[d]) == 1}
-    if len(moved) != len(found) or not set(moved) <= {Y, X} or lane.is_half:
+    if len(moved) != len(found) or not set(moved) <= {Frames, Y, X} or lane.is_half:
         raise NotLaned(f"it rolls {lane}")
     return moved.get(Y, NO_SHIFT), moved.get(X, NO_SHIFT)
+
+
+def frames_turned(ctx: PassContext, node: fx.Node, lane: Lane) -> int:
+    """Return by how many frames a roll moves those of a video on."""
+    shifts = shifts_by_axis(ctx, node)
+    found = [shift for d, shift in shifts if has_frame_axis(lane, d) and shift is not None]
+    return sum(number for number, _ in found) % ctx.pyramid.frames

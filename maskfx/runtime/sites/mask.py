@@ -89,7 +89,7 @@ class Mask:
             level: The derived level.
             size: Its height and width.
         """
-        moves = level.offset, level.roll, level.roll_part, level.fill_front
+        moves = level.offset, level.roll, level.roll_part, level.fill_front, level.turn
         key = level.times, level.divide, moves, size
         if key not in self._levels:
             self._levels[key] = Mask(torch.from_numpy(mask_at(self.sites.numpy(), level, size)))
