@@ -135,13 +135,15 @@ class Attention(FilmBlock):
 class Turned(FilmBlock):
     """Frames in another order: the last one first, as references stand behind a picture."""
 
-    def __init__(self) -> None:
+    def __init__(self, *layers: FilmBlock) -> None:
         super().__init__()
-        self.layer, self.attention = conv((1, 3, 3), padding=(0, 1, 1)), Attention("all")
+        self.layer, self.layers = conv((1, 3, 3), padding=(0, 1, 1)), nn.ModuleList(layers)
 
     def mix(self, x: Tensor) -> Tensor:
-        x = torch.cat([x[:, :, -1:], x[:, :, :-1]], 2)
-        x = self.attention.mix(self.layer(x))
+        x = self.layer(torch.cat([x[:, :, -1:], x[:, :, :-1]], 2))
+        for layer in self.layers:
+            assert isinstance(layer, FilmBlock)
+            x = layer.mix(x)
         return torch.cat([x[:, :, 1:], x[:, :, :1]], 2)
 
 
@@ -202,7 +204,7 @@ film("film-attention", blocks(partial(Attention, "all")))
 film(
     "film-in-turn", blocks(partial(Attention, "picture"), partial(Attention, "frames")), quick=True
 )
-film("film-turned", blocks(Turned), quick=True)
+film("film-turned", blocks(lambda: Turned(Attention("all"))), quick=True)
 film("film-placed", blocks(Placed))
 film(
     "film-resampled",

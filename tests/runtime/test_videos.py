@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,9 +14,10 @@ import maskfx
 from maskfx.errors import MaskError
 from tests.factories.masks import MASKS
 from tests.factories.own_cases import OWN
-from tests.factories.own_videos import FRAMES
+from tests.factories.own_denoisers import built
+from tests.factories.own_videos import FRAMES, Film, FilmBlock, FrameByFrame, Turned
 from tests.factories.zoo import Draw, Size
-from tests.runtime.test_oracle import assert_kept_outside, assert_near
+from tests.runtime.test_oracle import assert_kept_outside, assert_near, relative_error
 
 NAMES = ("film-attention", "film-in-turn", "film-windows", "film-turned")
 SIZE = Size(1, 8, 8)
@@ -70,6 +72,21 @@ def test_a_mask_of_one_frame_leaves_the_other_frames_alone(name: str) -> None:
     got = denoiser_of(name).edit([step])[0]
     assert_kept_outside(mask, got, output)
     assert (got - output)[:, :, mask].abs().min() > 0
+
+
+@pytest.mark.parametrize("block", [Turned, FrameByFrame])
+def test_masks_move_with_the_frames(block: Callable[[], FilmBlock]) -> None:
+    """A changed site changes its surroundings alone, so an edit of these is the dense result."""
+    module = built(lambda: Film(block()))
+    denoiser, given = maskfx.compile(module), inputs(0)
+    before, kept = denoiser.record(**given)
+    changed = {**given, "sample": given["sample"].clone()}
+    changed["sample"][:, :, 2, 4, 5] += 3
+    after = module(**changed)
+    mask = torch.zeros(FRAMES, SIZE.height, SIZE.width, dtype=torch.bool)
+    mask[2, 1:8, 2:8] = True
+    got = denoiser.edit([maskfx.EditStep(changed, mask, kept, any_step=True)])[0]
+    assert relative_error(got - before, after - before) < 1e-4
 
 
 def test_a_mask_without_frames_is_that_of_all_frames() -> None:
