@@ -120,6 +120,23 @@ def packed_video(size: Size, seed: int) -> dict[str, Any]:
     }
 
 
+def ltx2_inputs(size: Size, seed: int) -> dict[str, Any]:
+    """Inputs of LTX2VideoTransformer3DModel: tokens of a video and of its sound, with a text each."""
+    arguments, draw, sounds = packed_video(size, seed), Draw(seed + 17), 5
+    tokens = arguments["hidden_states"].shape[1]
+    step = draw.steps(size.batch).float()
+    return {
+        **arguments,
+        "timestep": step[:, None].expand(-1, tokens).contiguous(),
+        "audio_hidden_states": draw.normal(size.batch, sounds, 4),
+        "audio_encoder_hidden_states": draw.normal(size.batch, size.text, CROSS),
+        "audio_encoder_attention_mask": draw.keep(size.batch, size.text),
+        "audio_num_frames": sounds,
+        "audio_timestep": step,
+        "sigma": draw.uniform(size.batch),
+    }
+
+
 def hunyuan15_inputs(size: Size, seed: int) -> dict[str, Any]:
     """Inputs of HunyuanVideo15Transformer3DModel: two texts and an image embedding."""
     arguments = video_inputs(size, seed, text_mask="encoder_attention_mask")
@@ -349,6 +366,20 @@ def add_videos() -> None:
         "LTXVideoTransformer3DModel",
         packed_video,
         LTX,
+        mask_shape=lambda size: (FRAMES * size.height * size.width,),
+        sizes=TOKEN_SIZES,
+    )
+    sound: dict[str, Any] = {
+        "audio_in_channels": 4,
+        "audio_out_channels": 4,
+        "audio_num_attention_heads": 2,
+        "audio_attention_head_dim": 8,
+        "audio_cross_attention_dim": 16,
+    }
+    add(
+        "LTX2VideoTransformer3DModel",
+        ltx2_inputs,
+        {**LTX, **sound},
         mask_shape=lambda size: (FRAMES * size.height * size.width,),
         sizes=TOKEN_SIZES,
     )
