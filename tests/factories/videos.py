@@ -121,7 +121,7 @@ def packed_video(size: Size, seed: int) -> dict[str, Any]:
 
 
 def ltx2_inputs(size: Size, seed: int) -> dict[str, Any]:
-    """Inputs of LTX2VideoTransformer3DModel: tokens of a video and of its sound, with a text each."""
+    """Inputs of LTX2VideoTransformer3DModel: tokens of a video and its sound, with a text each."""
     arguments, draw, sounds = packed_video(size, seed), Draw(seed + 17), 5
     tokens = arguments["hidden_states"].shape[1]
     step = draw.steps(size.batch).float()

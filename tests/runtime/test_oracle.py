@@ -103,6 +103,8 @@ def assert_kept_outside(mask: Tensor, got: Any, kept: Any, what: object = "") ->
 
 def sites_of(mask: Tensor, value: Tensor) -> Tensor:
     """The mask over all of an output: at its level of the pyramid, or over tokens of patches."""
+    if mask.ndim == 1 and value.shape[1] != len(mask):  # a video's sound, which is computed in full
+        return torch.ones_like(value, dtype=torch.bool)
     if mask.ndim == 1:
         return mask.view(1, -1, *[1] * (value.ndim - 2)).expand_as(value)
     if mask.ndim == 3:
