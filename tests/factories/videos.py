@@ -67,7 +67,7 @@ def with_rotary(inputs: Inputs, width: int, size: Size, seed: int) -> dict[str, 
     """Inputs with rotary tables of every site."""
     arguments = inputs(size, seed)
     sites = FRAMES * size.height * size.width // 4
-    angles = Draw(seed + 7).normal(sites, width)
+    angles = Draw(7).normal(sites, width)
     arguments["image_rotary_emb"] = (angles.cos(), angles.sin())
     return arguments
 
@@ -100,7 +100,7 @@ def vace_inputs(size: Size, seed: int) -> dict[str, Any]:
     draw = Draw(seed + 11)
     shape = (size.batch, 6, FRAMES, size.height, size.width)
     arguments["control_hidden_states"] = draw.normal(*shape)
-    arguments["control_hidden_states_scale"] = torch.tensor([0.7, 0.9])
+    arguments["control_hidden_states_scale"] = torch.tensor([0.7, 0.9, 0.8])
     return arguments
 
 
@@ -224,7 +224,7 @@ def add_videos() -> None:
     add_video(
         "WanVACETransformer3DModel",
         vace_inputs,
-        {**WAN, "vace_layers": [0, 1], "vace_in_channels": 6},
+        {**WAN, "num_layers": 3, "vace_layers": [0, 1, 2], "vace_in_channels": 6},
     )
     add_video("SkyReelsV2Transformer3DModel", video_inputs, WAN)
     add_video(

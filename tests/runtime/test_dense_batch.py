@@ -26,7 +26,11 @@ def listed(case: Case) -> bool:
     return any(isinstance(value, list) for value in case.inputs(Size(), 0).values())
 
 
-CASES = [pytest.param(case, id=name) for name, case in ZOO.items() if not listed(case)]
+CASES = [
+    pytest.param(case, id=name)
+    for name, case in ZOO.items()
+    if not listed(case) and name != "UNetMotionModel"  # its texts are one for each frame
+]
 
 
 def apart(found: Any, wanted: Any) -> float:
