@@ -285,7 +285,7 @@ def test_roles_can_be_given() -> None:
         ),
         ({"timestep": torch.ones(2)}, None, CaptureError, r"3 dimensions or more.*pass compile"),
         ({"n": 3}, None, InputError, "no tensor"),
-        ({"x": torch.zeros(1, 1, 1, 1, 1, 1)}, None, CaptureError, "6 dimensions"),
+        ({"x": torch.zeros(1, 1, 1, 1, 1, 1, 1)}, None, CaptureError, "7 dimensions"),
     ],
 )
 def test_roles_that_make_no_sense(
