@@ -30,20 +30,12 @@ from torch import Tensor, nn
 import maskfx
 from bench import harness
 from bench.report import columns, milliseconds, times
+from bench.shapes import FULL_DEPTH, wake
 
 RATIOS = (0.05, 0.11, 0.21, 0.35)
 FRAMES, HEIGHT, WIDTH, TEXT = 5, 32, 56, 64  # of latents: 17 frames of 256 x 448 pixels
 
-WAN = {
-    "num_attention_heads": 12,
-    "attention_head_dim": 128,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 4096,
-    "freq_dim": 256,
-    "ffn_dim": 8960,
-    "num_layers": 2,
-}
+WAN = next(shape for shape in FULL_DEPTH if shape.name == "wan").config | {"num_layers": 2}
 COGVIDEOX = {
     "num_attention_heads": 30,
     "attention_head_dim": 64,
@@ -94,19 +86,10 @@ def moving(ratio: float) -> Tensor:
     return masks
 
 
-def randomised(module: nn.Module) -> nn.Module:
-    """Give parameters that begin at zero values, so that every block has an effect."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if not parameter.any():
-                parameter.normal_(std=0.02)
-    return module.eval().requires_grad_(False)
-
-
 def measure(name: str, rounds: int, compiled: bool) -> dict[str, Any]:
     made, given = MODELS[name]()
-    module = randomised(made)
+    module = made.eval().requires_grad_(False)
+    wake(module)
     denoiser = maskfx.compile(module)
     wanted = module(**given)[0]
     kept = denoiser.record(**given)[1]

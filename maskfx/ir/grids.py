@@ -5,6 +5,7 @@ NumPy alone, for servers without torch read it too. The rules of resampling are 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -15,6 +16,13 @@ Size = tuple[int, int]  # height and width
 Bools = NDArray[np.bool_]
 Index = NDArray[np.int64]
 Floats = NDArray[np.floating[Any]]
+
+
+def mask_shape(sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return a mask's shape for a call of these sizes: (tokens,), or frames, height and width."""
+    if "y" not in sizes:
+        return (sizes.get("tokens", 0),)
+    return tuple(sizes[role] for role in ("frames", "y", "x") if role in sizes)
 
 
 class LevelSpec(Protocol):

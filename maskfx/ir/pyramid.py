@@ -5,7 +5,7 @@ This file knows nothing about operators or tensors at run time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -345,13 +345,6 @@ class Pyramid:
     def sites_shape(self, size: tuple[int, int]) -> tuple[int, ...]:
         """Return the shape of the sites of a level of this size, frames first."""
         return (self.frames, *size) if self.frames > 1 else size
-
-
-def mask_shape(sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return a mask's shape for a call of these sizes: (tokens,), or frames, height and width."""
-    if "y" not in sizes:
-        return (sizes.get("tokens", 0),)
-    return tuple(sizes[role] for role in ("frames", "y", "x") if role in sizes)
 
 
 def in_region(lane: Lane, region: int, pyramid: Pyramid) -> Lane:

@@ -22,9 +22,9 @@ from maskfx.compiler.capture.capture import capture, has_batch
 from maskfx.compiler.compile import Compilation, compile_capture
 from maskfx.config import Settings
 from maskfx.errors import InputError, SizesDisagree
+from maskfx.ir.grids import mask_shape
 from maskfx.ir.objects import copied_tree, copy_tree
 from maskfx.ir.program import Program
-from maskfx.ir.pyramid import mask_shape
 from maskfx.ir.values import copies, has_meta, same_values
 from maskfx.runtime.executor import BatchExecutor
 from maskfx.runtime.program_files import ProgramFiles, compiled_as

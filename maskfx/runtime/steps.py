@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.compile import Compilation
+from maskfx.ir.grids import mask_shape
 from maskfx.ir.program import Program
-from maskfx.ir.pyramid import mask_shape
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.lora.adapter import Updates

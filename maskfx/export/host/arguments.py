@@ -10,6 +10,7 @@ import numpy as np
 
 from maskfx.errors import InputError, MissingRequest
 from maskfx.export.host.arrays import Array, dtype_of, name_of
+from maskfx.ir.grids import mask_shape
 
 Sizes = dict[str, int]  # by role
 UNNAMED = "return_dict"  # the only constant that doesn't belong to a recording
@@ -34,9 +35,7 @@ class Arguments:
     @property
     def mask_shape(self) -> tuple[int, ...]:
         """Return the shape of a mask: (height, width) of the latent, frames first, or (tokens,)."""
-        sizes = self.sizes
-        roles = ("frames", "y", "x") if "y" in sizes else ("tokens",)
-        return tuple(sizes[role] for role in roles if role in sizes)
+        return mask_shape(self.sizes)
 
 
 def check_arguments(manifest: Mapping[str, Any], given: Mapping[str, Any]) -> Arguments:
