@@ -100,9 +100,9 @@ def check_exportable(compilation: Compilation, part: str) -> None:
     if part != "dense" and picks:
         path = module_path(picks[0]) or picks[0].name
         raise InputError(
-            f"export: {path} sends each row to experts, picks text tokens by a mask, or attends "
-            "along the rows or columns of the picture, which no format has operators for yet; "
-            'export part="dense", or run the denoiser here'
+            f"export: {path} sends each row to experts, picks text tokens by a mask, or works "
+            "along the rows, columns or frames of the picture, which no format has operators "
+            'for yet; export part="dense", or run the denoiser here'
         )
     for index, (leaf, node) in enumerate(zip(capture.leaves, arguments_of(capture), strict=True)):
         free = not leaf.tensor and index not in capture.constants

@@ -135,6 +135,17 @@ def chosen_segment(choice: str, expert: int | None = None) -> str:
     return f"chosen_{choice}" if expert is None else f"{choice}:{expert}"
 
 
+def each_segment(frames: int, segment: str) -> str:
+    """Return the name of the segment that holds the rows of another for each frame of a video."""
+    return f"each{frames}_{segment}"
+
+
+def of_each(segment: str) -> tuple[int, str] | None:
+    """Return the number of frames and the segment that is held for each of them, or None."""
+    frames, _, inner = segment.removeprefix("each").partition("_")
+    return (int(frames), inner) if segment.startswith("each") else None
+
+
 def is_image(segment: str) -> bool:
     """Return True if the segment holds image sites, or padding behind them, which isn't edited."""
     return segment.startswith(("image", "grid", "pad"))

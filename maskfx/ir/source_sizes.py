@@ -148,9 +148,9 @@ def sizes_of(
             return (Rows(row_set(source)),)
         case Neighbours(window) | Weights(window):
             return Rows(row_set(source)), window.places
-        case RestOwner(segments) | Lines("rest_order", segments):
+        case RestOwner(segments) | Lines("rest_order" | "rest_owner", segments):
             return (RestRows(segments),)
-        case Lines("order" | "back", segments):
+        case Lines("order" | "back" | "owner", segments):
             return (Rows(segments),)
         case Lines(_, segments, axis):
             return LineCount(segments, axis), 2

@@ -86,8 +86,9 @@ class Lines:
     Of a video: "picture" for its frames, "frames" for the places of all frames.
 
     `part` is "spans", (lines, 2): start and stop of each line's rows, one request after another;
-    "order": the row at each place if they lie line by line; "back": the place of each row there.
-    "rest_spans" and "rest_order" are those of the cached rows of the rest.
+    "order": the row at each place if they lie line by line; "back": the place of each row there;
+    "owner": the line of each row. "rest_spans", "rest_order" and "rest_owner" are those of the
+    cached rows of the rest.
     """
 
     part: str

@@ -33,7 +33,7 @@ from maskfx.ops.kernels import cuda
 from maskfx.ops.kernels.serves import runs_on as has_kernels
 from maskfx.ops.low_rank import add_low_rank
 from maskfx.ops.native import cpu
-from maskfx.ops.norms import group_scale, scale_shift
+from maskfx.ops.norms import group_scale, line_scale, scale_shift, site_moments
 from maskfx.ops.pairs import STEPS, pair_sum, site_pair_sum
 from maskfx.ops.picks import by_expert, choose, chosen, expert_product, pick_tokens
 from maskfx.ops.put import add_changes, put_all, put_rows, replace_all
@@ -48,7 +48,7 @@ from maskfx.ops.whole import run_whole, whole
 
 ALL = (
     *(gather, enter, group_scale, scale_shift, attend, site_mean, site_product, owner_product),
-    *(site_extreme, site_logsumexp, pair_sum, site_pair_sum),
+    *(site_extreme, site_logsumexp, pair_sum, site_pair_sum, site_moments, line_scale),
     *(pick_tokens, choose, chosen, by_expert, expert_product, add_low_rank),
 )
 
@@ -62,22 +62,15 @@ cpu.register()
 
 __all__ = [
     "ALL",
+    "EXCHANGES",
     "FUSED",
     "STEPS",
-    "add_gated",
-    "attend_packed",
-    "gated",
-    "modulate",
-    "norm_activation",
     "add_changes",
-    "put_all",
-    "put_rows",
-    "replace_all",
-    "window_product",
+    "add_gated",
     "add_low_rank",
-    "EXCHANGES",
     "attend",
     "attend_flops",
+    "attend_packed",
     "attend_part",
     "by_expert",
     "choose",
@@ -85,24 +78,33 @@ __all__ = [
     "enter",
     "exchange",
     "expert_product",
+    "gated",
     "gather",
     "group_scale",
     "has_kernels",
+    "line_scale",
     "merge_parts",
+    "modulate",
+    "norm_activation",
     "numbers",
     "owner_product",
+    "pair_sum",
     "peer_moments",
     "peer_sums",
     "pick_tokens",
+    "put_all",
+    "put_rows",
+    "replace_all",
     "run_whole",
     "scale_shift",
-    "pair_sum",
     "site_extreme",
     "site_logsumexp",
-    "site_pair_sum",
     "site_mean",
+    "site_moments",
+    "site_pair_sum",
     "site_product",
     "sum_ranks",
     "whole",
     "wide",
+    "window_product",
 ]

@@ -85,6 +85,71 @@ group_scale = define(
 )
 
 
+def _site_moments(rows: Tensor, groups: int) -> Tensor:
+    """Return mean and variance of each group of a row's channels, (rows, groups, 2)."""
+    variance, mean = torch.var_mean(
+        rows.to(wide(rows.dtype)).unflatten(1, (groups, -1)), 2, correction=0
+    )
+    return torch.stack([mean, variance], 2)
+
+
+site_moments = define(
+    "site_moments(Tensor rows, int groups) -> Tensor",
+    _site_moments,
+    lambda rows, groups: rows.new_empty(rows.shape[0], groups, 2, dtype=wide(rows.dtype)),
+)
+
+
+def _line_scale(
+    moments: Tensor,
+    rest: Tensor,
+    owner: Tensor,
+    rest_owner: Tensor,
+    lines: int,
+    channels: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Return scale and shift of a norm over the sites of each line, (lines, 2, channels).
+
+    Args:
+        moments: those of each row's groups, as `site_moments` returns them.
+        rest: those of the cached rows.
+        owner, rest_owner: the line of each row and of each cached row.
+        lines: the number of lines.
+        channels: the number of channels.
+        weight, bias, eps: as for a group norm.
+    """
+    every = torch.cat([moments, rest.to(moments.dtype)])
+    line = torch.cat([owner, rest_owner])
+    mean, variance = every.unbind(2)
+    none = mean.new_zeros(lines, mean.shape[1])
+    count = none[:, :1].index_add(0, line, torch.ones_like(mean[:, :1])).clamp_min(1)
+    middle = none.index_add(0, line, mean) / count
+    around = mean - middle.index_select(0, line)
+    spread = none.index_add(0, line, variance + around * around) / count
+    scale = torch.rsqrt(spread + eps)
+    halves = torch.stack([scale, -middle * scale], 1)[..., None]
+    out = halves.expand(-1, -1, -1, channels // mean.shape[1]).flatten(2)
+    if weight is not None:
+        out = out * weight.detach().to(out.dtype)
+    if bias is not None:
+        scale, shift = out.unbind(1)
+        out = torch.stack([scale, shift + bias.detach().to(out.dtype)], 1)
+    return out.contiguous()
+
+
+line_scale = define(
+    "line_scale(Tensor moments, Tensor rest, Tensor owner, Tensor rest_owner, SymInt lines, "
+    "int channels, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+    _line_scale,
+    lambda moments, rest, owner, rest_owner, lines, channels, *_, **__: moments.new_empty(
+        lines, 2, channels
+    ),
+)
+
+
 def _scale_shift(rows: Tensor, scales: Tensor, owner: Tensor) -> Tensor:
     picked = scales if scales.shape[0] == 1 else scales.index_select(0, owner)
     scale, shift = picked.unbind(1)

@@ -63,6 +63,8 @@ class Splitter:
     _known: dict[tuple[fx.Node, Source | None], fx.Node] = field(default_factory=dict)
 
     def split(self, node: fx.Node) -> None:
+        if any(isinstance(self.source(n), Lines) for n in node.all_input_nodes):
+            raise Unsupported(node, "it works along the rows, columns or frames of the picture")
         rules: dict[object, Callable[[fx.Node], bool]] = {
             ops.attend: self.attend,
             ops.gather: lambda n: self.table(n, 2),
@@ -131,8 +133,6 @@ class Splitter:
 
     def attend(self, node: fx.Node) -> bool:
         q, k, v, rest_k, rest_v, q_spans, k_spans, rest_spans, bias, *more = node.args
-        if isinstance(self.source(q_spans), Lines):
-            raise Unsupported(node, "it attends along the rows or columns of the picture")
         queries, keys = self.segments_of(q_spans), self.segments_of(k_spans)
         if all_fixed(keys):
             return False

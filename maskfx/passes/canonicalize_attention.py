@@ -33,13 +33,15 @@ def canonicalize_attention(graph: fx.Graph, ctx: PassContext) -> int:
     becomes y = scaled_dot_product_attention(eye, transpose(k, -2, -1), v, scale=1)
     and     y = scaled_dot_product_attention(q, k, v, is_causal=True)
     becomes y = scaled_dot_product_attention(q, k, v, tril(ones))
+    and     y = scaled_dot_product_attention(q, k, v)           (there is one key)
+    becomes y = expand(v, [b, heads, n, d])
     Keeps   weights that are used elsewhere too, and products along an axis of the picture.
     """
     count = 0
     for node in list(graph.nodes):
         name = op_name(node)
         if name == "scaled_dot_product_attention":
-            count += causal(graph, node)
+            count += causal(graph, node) or of_one_key(graph, node)
         elif name in PRODUCTS:
             count += written_out(graph, node)
     return count
@@ -57,6 +59,21 @@ def causal(graph: fx.Graph, node: fx.Node) -> bool:
     mask = spell.emit(aten.tril.default, ones)
     target = aten.scaled_dot_product_attention.default
     spell.replace(spell.emit(target, query, key, value, mask, **more))
+    return True
+
+
+def of_one_key(graph: fx.Graph, node: fx.Node) -> bool:
+    """Give every query the value of the only key, whatever their product."""
+    query, key, value = (node_at(node, place) for place in range(3))
+    outer = [node_value(n).shape[:-2] for n in (query, value)]
+    only = node_value(key).shape[-2]
+    masked = argument(node, 3, "attn_mask") is not None or argument(node, 4, "dropout_p", 0.0)
+    if masked or not isinstance(only, int) or only != 1 or outer[0] != outer[1]:
+        return False
+    spell = Speller(graph, node)
+    shape = [-1] * node_value(query).dim()
+    shape[-2] = spell.size(query, -2)
+    spell.replace(spell.emit(aten.expand.default, value, shape))
     return True
 
 

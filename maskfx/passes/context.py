@@ -15,7 +15,7 @@ from maskfx.ir.lanes import Dim, Lane, NotLaned, lane_of, set_lane
 from maskfx.ir.other_sizes import SizeExpr
 from maskfx.ir.program import Derived, Interface, SideGraph, Tap, derive
 from maskfx.ir.pyramid import Pyramid
-from maskfx.ir.sources import Owner, RestSpans, Source, Spans
+from maskfx.ir.sources import Lines, Owner, RestSpans, Source, Spans
 
 aten = torch.ops.aten
 
@@ -207,6 +207,11 @@ class Editor:
     def rest_spans(self, segments: tuple[str, ...]) -> fx.Node:
         return self.input("rest_" + slug(segments), RestSpans(segments))
 
+    def lines(self, part: str, lane: Lane, axis: str) -> fx.Node:
+        """Return a table of the lines along an axis of a value's sites."""
+        segments = lane.segments
+        return self.input(f"lines_{part}_{axis}_{slug(segments)}", Lines(part, segments, axis))
+
     def reshape(self, rows: fx.Node, old: list[int], new: list[int]) -> fx.Node:
         """Regroup the features behind dimension 0."""
         if old == new:
@@ -246,7 +251,12 @@ class Editor:
             return self.graph.get_attr(name)
 
     def tap(
-        self, rows: fx.Node, segments: tuple[str, ...], shape: Sequence[int], stats: int = 0
+        self,
+        rows: fx.Node,
+        segments: tuple[str, ...],
+        shape: Sequence[int],
+        stats: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> str:
         """Record these rows and return the tap's name; the same rows are recorded once."""
         key = f"tap_{stats}" if stats else "tap"
@@ -254,7 +264,7 @@ class Editor:
         if name is None:
             name = f"{self.node.name}_{len(self.ctx.interface.taps)}"
             rows.meta[key] = name
-            dtype = self.node.meta["val"].dtype
+            dtype = dtype or self.node.meta["val"].dtype
             self.ctx.interface.taps[name] = Tap(name, segments, tuple(shape), dtype, stats)
         return str(name)
 

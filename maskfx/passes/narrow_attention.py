@@ -11,13 +11,16 @@ from maskfx.ir.lanes import (
     SITES,
     Batch,
     Feature,
+    Frames,
     Lane,
+    Tokens,
+    each_segment,
     fixed_segment,
     is_image,
     lane_of,
     node_shape,
 )
-from maskfx.ir.sources import Given, Lines, Pairs, Rest
+from maskfx.ir.sources import Given, Pairs, Rest
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -29,6 +32,7 @@ from maskfx.passes.context import (
     ops,
     slug,
 )
+from maskfx.passes.lane_rules.frames import attends_by_frame
 from maskfx.passes.lane_rules.mixing import is_within_rows, line_axis
 from maskfx.passes.row_form import fixed_rows
 
@@ -57,6 +61,8 @@ def narrow_attention(graph: fx.Graph, ctx: PassContext) -> int:
             weigh(edit, node)
         elif line_axis(*lanes):
             along_lines(edit, node, line_axis(*lanes))
+        elif attends_by_frame(*lanes):
+            by_frame(edit, node)
         else:
             attend(edit, node)
         count += 1
@@ -105,7 +111,7 @@ def along_lines(edit: Editor, node: fx.Node, axis: str) -> None:
         rows.append(by_line(edit, own, lane, axis, "order"))
     queries, keys = (need_lane(n) for n in sources[:2])
     for lane, part in ((queries, "spans"), (keys, "spans"), (keys, "rest_spans")):
-        spans.append(line_input(edit, lane, axis, part))
+        spans.append(edit.lines(part, lane, axis))
     scale = attention_scale(edit, node)
     out = edit.emit(ops.attend, *rows, *rest, *spans, None, 1, False, scale)
     out = by_line(edit, out, queries, axis, "back")
@@ -117,12 +123,33 @@ def by_line(edit: Editor, rows: fx.Node, lane: Lane, axis: str, part: str) -> fx
     """Sort rows by line, or back; along picture rows, and in frames, they are sorted."""
     if axis in ("x", "picture"):
         return rows
-    return edit.emit(aten.index_select.default, rows, 0, line_input(edit, lane, axis, part))
+    return edit.emit(aten.index_select.default, rows, 0, edit.lines(part, lane, axis))
 
 
-def line_input(edit: Editor, lane: Lane, axis: str, part: str) -> fx.Node:
-    name = f"lines_{part}_{axis}_{slug(lane.segments)}"
-    return edit.input(name, Lines(part, lane.segments, axis))
+def by_frame(edit: Editor, node: fx.Node) -> None:
+    """Attend from the rows of each frame to the tokens of that frame, such as its text."""
+    query: fx.Node = node.args[0]  # type: ignore[assignment]
+    lane, frames = need_lane(query), frames_of(need_lane(query))
+    rows = heads_last(edit, edit.rows(query), lane.row_shape(), node_shape(query)[-1])
+    operands, rest = [], []
+    for value in node.args[1:3]:
+        tokens, segments = token_rows(edit, value)  # type: ignore[arg-type]
+        each = Lane(((Tokens((each_segment(frames, segments[0]),)),),))
+        width = [node_heads(need_lane(value)) // frames, node_shape(value)[-1]]  # type: ignore[arg-type]
+        apart = edit.emit(aten.reshape.default, tokens, [-1, *width])
+        turned = edit.lines("order", each, "picture")
+        operands.append(edit.emit(aten.index_select.default, apart, 0, turned))
+        rest.append(edit.emit(aten.slice.Tensor, operands[-1], 0, 0, 0))
+    spans = [edit.lines(*part, "picture") for part in (("spans", lane), ("spans", each))]
+    none = edit.lines("rest_spans", each, "picture")
+    scale = attention_scale(edit, node)
+    out = edit.emit(ops.attend, rows, *operands, *rest, *spans, none, None, 1, False, scale)
+    shape = [node_heads(lane), node_shape(node.args[2])[-1]]  # type: ignore[arg-type]
+    edit.replace(edit.reshape(out, shape, need_lane(node).row_shape()))
+
+
+def frames_of(lane: Lane) -> int:
+    return next(a.size for a in lane.atoms() if isinstance(a, Frames))
 
 
 def attention_mask(node: fx.Node) -> fx.Node | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
-from maskfx.ir.sources import RestStats
+from maskfx.ir.lanes import Lane
+from maskfx.ir.sources import Rest, RestStats
 from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name, ops
+from maskfx.passes.lane_rules.frames import is_by_frame
 from maskfx.passes.operators import NORMS, SOFTMAXES
 from maskfx.passes.row_form import is_rows
 
@@ -51,6 +54,10 @@ def group_norm(edit: Editor, node: fx.Node) -> None:
     rows = edit.rows(node.args[0])  # type: ignore[arg-type]
     shape = lane.row_shape()
     flat = edit.reshape(rows, shape, [lane.features(1)]) if shape != [lane.features(1)] else rows
+    if is_by_frame(lane):
+        out = edit.emit(ops.scale_shift, flat, *frame_scales(edit, node, flat, lane))
+        edit.replace(edit.reshape(out, [lane.features(1)], shape))
+        return
     tap = edit.tap(flat, lane.segments, [lane.features(1)], groups)
     rest = edit.input(f"stats_{tap}", RestStats(tap, lane.segments))
     scales = edit.emit(
@@ -65,6 +72,29 @@ def group_norm(edit: Editor, node: fx.Node) -> None:
     )
     out = edit.emit(ops.scale_shift, flat, scales, edit.owner(lane.segments))
     edit.replace(edit.reshape(out, [lane.features(1)], shape))
+
+
+def frame_scales(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane) -> tuple[fx.Node, fx.Node]:
+    """Return scale and shift of each frame, and the frame of each row."""
+    groups = argument(node, 1, "num_groups")
+    moments = edit.emit(ops.site_moments, rows, groups)
+    tap = edit.tap(moments, lane.segments, [groups, 2], dtype=torch.float32)
+    rest = edit.input(f"rest_{tap}", Rest(tap, lane.segments))
+    owner, others = (edit.lines(part, lane, "picture") for part in ("owner", "rest_owner"))
+    frames = edit.emit(aten.sym_size.int, edit.lines("spans", lane, "picture"), 0)
+    scales = edit.emit(
+        ops.line_scale,
+        moments,
+        rest,
+        owner,
+        others,
+        frames,
+        lane.features(1),
+        argument(node, 2, "weight"),
+        argument(node, 3, "bias"),
+        argument(node, 4, "eps", 1e-5),
+    )
+    return scales, owner
 
 
 def batch_norm(edit: Editor, node: fx.Node) -> None:

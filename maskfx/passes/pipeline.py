@@ -27,6 +27,7 @@ from maskfx.passes.canonicalize_shuffles import canonicalize_shuffles
 from maskfx.passes.canonicalize_sizes import canonicalize_sizes
 from maskfx.passes.canonicalize_slices import canonicalize_slices
 from maskfx.passes.canonicalize_softmax import canonicalize_softmax
+from maskfx.passes.canonicalize_spreads import canonicalize_spreads
 from maskfx.passes.canonicalize_weights import canonicalize_weights
 from maskfx.passes.canonicalize_writes import canonicalize_writes
 from maskfx.passes.context import PassContext
@@ -98,6 +99,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(canonicalize_permutes, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_pools, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_repeats, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_spreads, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_sequences, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_shuffles, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_selects, needs=_facts(Fact.FLAT)),

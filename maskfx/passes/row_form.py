@@ -10,6 +10,7 @@ from torch import fx
 from maskfx.ir.lanes import (
     Batch,
     Feature,
+    Frames,
     Lane,
     NotLaned,
     grid_level,
@@ -56,6 +57,8 @@ def spread_to(edit: Editor, value: fx.Node, out: Lane) -> fx.Node:
         first = next(d for d in lane.dims if d)  # axes of size one may stand before the batch
         if not isinstance(first[0], Batch) or sum(isinstance(a, Batch) for a in lane.atoms()) > 1:
             raise Unsupported(edit.node, f"the batch of {value} isn't its first axis: {lane}")
+        if (axis := frames_axis(lane, out)) is not None:
+            return spread_frames(edit, value, axis, shape, out)
         flat = (
             edit.emit(aten.reshape.default, value, [-1, *shape])
             if not lane.dims[0] or node_rest(value) != shape
@@ -63,6 +66,27 @@ def spread_to(edit: Editor, value: fx.Node, out: Lane) -> fx.Node:
         )
         return edit.emit(aten.index_select.default, flat, 0, edit.owner(out.segments))
     return edit.emit(aten.reshape.default, value, shape) if node_shape(value) != shape else value
+
+
+def frames_axis(lane: Lane, out: Lane) -> int | None:
+    """Return the dimension of a value without sites along which a frame's value lies, or None."""
+    below = out.dims[len(out.dims) - len(lane.dims) :]
+    for axis, (own, dim) in enumerate(zip(lane.dims, below, strict=True)):
+        framed = any(isinstance(a, Frames) for a in dim)
+        if framed and any(isinstance(a, Feature) for a in own):
+            return axis
+    return None
+
+
+def spread_frames(edit: Editor, value: fx.Node, axis: int, shape: list[int], out: Lane) -> fx.Node:
+    """Return a value of each frame as rows of `out`."""
+    lane = need_lane(value)
+    first = next(i for i, dim in enumerate(lane.dims) if Batch() in dim)
+    if axis != first:  # the frames come behind the batch
+        others = [i for i in range(len(lane.dims)) if i not in (first, axis)]
+        value = edit.emit(aten.permute.default, value, [first, axis, *others])
+    flat = edit.emit(aten.reshape.default, value, [-1, *shape])
+    return edit.emit(aten.index_select.default, flat, 0, edit.lines("owner", out, "picture"))
 
 
 def read_at(edit: Editor, rows: fx.Node, lane: Lane, out: Lane) -> fx.Node:

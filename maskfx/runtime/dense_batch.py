@@ -145,7 +145,7 @@ class DenseBatcher:
             batch = roles_.observed_sizes(leaves, values)["batch"]
         except MaskfxError:  # the roles can't be inferred
             return None
-        axes = [leaf.roles.index("batch") if "batch" in leaf.roles else None for leaf in leaves]
+        axes = [roles_.batch_axis(leaf.roles) for leaf in leaves]
         if all(axis is None for axis in axes):
             return None
         types = [(v.dtype, v.dim()) if isinstance(v, Tensor) else type(v) for v in values]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.roles import Argument
+from maskfx.compiler.capture.roles import EACH_FRAME, Argument
 from maskfx.ir.lru import LruCache
 
 VIEWS = 512  # kept: arguments cut for a sample, so that the same argument gives the same tensor
@@ -113,8 +113,9 @@ class SampleArguments:
             leaf = leaves[path]
             cuts: list[Cut] = []
             for axis, role in enumerate(leaf.roles):
-                if role == "batch":
-                    cuts.append((axis, index, 1))
+                if role in ("batch", EACH_FRAME):
+                    each = value.shape[axis] // batch
+                    cuts.append((axis, index * each, each))
                 elif role in texts:
                     cuts.append((axis, 0, texts[role][index]))
             return self._view(value, tuple(cuts), keep=not leaf.step)

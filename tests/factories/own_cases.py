@@ -2,6 +2,7 @@
 
 from tests.factories import (  # noqa: F401
     own_calls,
+    own_frames,
     own_lines,
     own_mixtures,
     own_networks,

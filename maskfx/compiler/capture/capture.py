@@ -377,6 +377,8 @@ def placeholder_lane(
             dims.append((axis(scaled_level(role[1:], pyramid)),))
         elif role == "frames":
             dims.append((Frames(int_hint(size)),))
+        elif role == roles_.EACH_FRAME:
+            dims.append((Batch(), Feature(pyramid.frames)))
         else:
             dims.append((Feature(int_hint(size)),) if int_hint(size) != 1 else ())
     return Lane(tuple(dims))

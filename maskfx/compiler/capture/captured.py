@@ -224,6 +224,11 @@ def joined(parts: Sequence[Any], wanted: object) -> Any:
     return torch.cat(list(parts), axes[0]).narrow(axes[0], 0, wanted.shape[axes[0]])
 
 
+def each_of(leaves: Sequence[Argument], values: Sequence[object]) -> int:
+    """Return the number of frames of a call's video."""
+    return roles_.observed_sizes(leaves, values)["frames"]
+
+
 def with_batch(
     leaves: Sequence[Argument], values: Sequence[Any], batch: int, start: int = 0
 ) -> list[Any]:
@@ -231,8 +236,11 @@ def with_batch(
     out = []
     for leaf, value in zip(leaves, values, strict=True):
         for axis, role in enumerate(leaf.roles):
-            if role == "batch" and value.shape[axis] != batch:
-                index = torch.arange(start, start + batch).clamp_(max=value.shape[axis] - 1)
+            each = each_of(leaves, values) if role == roles_.EACH_FRAME else 1
+            if role in ("batch", roles_.EACH_FRAME) and value.shape[axis] != batch * each:
+                index = torch.arange(start, start + batch)
+                index = index.clamp_(max=value.shape[axis] // each - 1)
+                index = (index[:, None] * each + torch.arange(each)).flatten()
                 value = value.index_select(axis, index.to(value.device))
         out.append(value)
     return out

@@ -33,7 +33,7 @@ from maskfx.compiler.capture.branches import (
 from maskfx.compiler.capture.keyword_names import allow_keyword_names
 from maskfx.compiler.capture.known_numbers import KnownNumbers
 from maskfx.compiler.capture.lengths import is_count
-from maskfx.compiler.capture.roles import Argument
+from maskfx.compiler.capture.roles import EACH_FRAME, Argument
 from maskfx.compiler.capture.selections import Selections
 from maskfx.errors import CaptureError
 from maskfx.ir.lanes import shape_hint
@@ -286,6 +286,8 @@ def equal_sizes(module: torch.nn.Module, leaves: Sequence[Argument]) -> Iterator
             for role, size in zip(leaf.roles, shape, strict=True) if shape else ():
                 if role and isinstance(seen.setdefault(role, size), torch.SymInt):
                     torch._check(size == seen[role])
+        if EACH_FRAME in seen and "batch" in seen and "frames" in seen:
+            torch._check(seen[EACH_FRAME] == seen["batch"] * seen["frames"])
 
     hook = module.register_forward_pre_hook(compare, with_kwargs=True)
     try:

@@ -6,9 +6,9 @@ class of a model. An argument `roles=` overrides what is inferred:
 
     roles={"hidden_states": ("batch", "tokens", ""), "timestep": ("batch",)}
 
-A role is "batch", "y", "x" (with a scale: "y/2", "x*8"), "frames" of a video, "tokens", "tokens/4"
-(a flattened grid of patches of 2x2), "text:NAME" or "" for plain features. A capture serves one
-number of frames.
+A role is "batch", "y", "x" (with a scale: "y/2", "x*8"), "frames" of a video, "batch*frames" (an
+entry for each frame of each request), "tokens", "tokens/4" (a flattened grid of patches of 2x2),
+"text:NAME" or "" for plain features. A capture serves one number of frames.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ Sizes = dict[str, int]  # by role
 STEP_WORDS = ("timestep", "sigma", "guidance", "residual", "block_samples", "noise", "_t_")
 TEXT_WORDS = ("encoder", "text", "txt", "prompt", "caption", "context", "clip", "llm", "cap_")
 CACHE_WORDS = ("cache", "kv_", "past_key")  # keys and values that a pipeline hands on
+EACH_FRAME = "batch*frames"
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,11 @@ def guess(
     if not shape:
         return ()
     textual = any(w in name for w in TEXT_WORDS) and "latent" not in name
+    if textual and picture.frames > 1 and shape[0] == picture.batch * picture.frames:
+        roles[0] = EACH_FRAME
+        if len(shape) == 3 and shape[1] > 1:
+            roles[1] = texts.setdefault(shape[1], f"text:{len(texts)}")
+        return tuple(roles)
     if textual and len(shape) == 4 and shape[0] != picture.batch and shape[1] == picture.batch:
         text = texts.setdefault(shape[2], f"text:{len(texts)}") if shape[2] > 1 else ""
         return ("", "batch", text, "")  # text states of several layers, layer by layer
@@ -301,8 +307,8 @@ def token_role(length: int, picture: PictureSizes) -> str | None:
     if picture.grid is not None:
         h, w = picture.grid
         for patch in (1, 2, 4, 8, 16):
-            sites = picture.frames * (h // patch) * (w // patch)
-            if h % patch == 0 and w % patch == 0 and sites == length:
+            each = (h // patch) * (w // patch)
+            if h % patch == 0 and w % patch == 0 and each > 1 and picture.frames * each == length:
                 return f"tokens/{patch * patch}"
     return None
 
@@ -322,6 +328,11 @@ def spatial_roles(shape: Sequence[int], picture: PictureSizes) -> tuple[str, str
     return None
 
 
+def batch_axis(roles: Roles) -> int | None:
+    """Return the dimension along which requests lie, with one entry or one for each frame."""
+    return next((axis for axis, r in enumerate(roles) if r in ("batch", EACH_FRAME)), None)
+
+
 def role_size(role: str, sizes: Mapping[str, int]) -> int:
     """Return the size of a dimension of this role in a call with these sizes."""
     if role.startswith("tokens/"):
@@ -330,6 +341,8 @@ def role_size(role: str, sizes: Mapping[str, int]) -> int:
         return -(-sizes[role[0]] // int(role[2:]))
     if role[:2] in ("y*", "x*"):
         return sizes[role[0]] * int(role[2:])
+    if role == EACH_FRAME:
+        return sizes["batch"] * sizes["frames"]
     return sizes[role]
 
 
@@ -350,4 +363,16 @@ def sizes_of(leaves: Sequence[Argument], shapes: Sequence[Sequence[int]]) -> Siz
                     raise SizesDisagree(leaf.path, role, size, f"{sizes[role]} in {seen[role]}")
                 seen.setdefault(role, leaf.path)
     sizes.setdefault("batch", 1)
+    check_each_frame(leaves, shapes, sizes)
     return sizes
+
+
+def check_each_frame(
+    leaves: Sequence[Argument], shapes: Sequence[Sequence[int]], sizes: Sizes
+) -> None:
+    """Raise SizesDisagree for an argument that hasn't an entry for each frame of each request."""
+    for leaf, shape in zip(leaves, shapes, strict=True):
+        for role, size in zip(leaf.roles, shape, strict=True):
+            if role == EACH_FRAME and size != role_size(role, sizes):
+                wanted = f"{sizes['batch']} * {sizes['frames']} in the video"
+                raise SizesDisagree(leaf.path, role, int(size), wanted)

@@ -7,6 +7,7 @@ from torch import fx
 
 from maskfx.ir.lanes import Batch, Feature, Lane, NotLaned, is_image, node_shape
 from maskfx.passes.context import argument, op_name
+from maskfx.passes.lane_rules.frames import is_by_frame
 from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant, same_part
 from maskfx.passes.operators import NORMS, POINTWISE, SITE_SOFTMAXES, SOFTMAXES
 
@@ -64,7 +65,9 @@ def softmax(m: Marker, node: fx.Node) -> Lane:
 def group_norm(m: Marker, node: fx.Node) -> Lane:
     lane = m.need(node.args[0])
     need_constant(m, node.all_input_nodes[1:])
-    if not lane.is_feature_dim(1) or lane.dims[0] != (Batch(),):
+    alone = lane.dims[0] == (Batch(),) or is_by_frame(lane)
+    apart = not lane.has_sites and lane.dims[0][:1] == (Batch(),)
+    if not lane.is_feature_dim(1) or not (alone or apart):
         raise NotLaned(f"it normalises {lane}")
     if lane.has_sites and any(lane.features(i) > 1 for i in range(2, len(lane.dims))):
         raise NotLaned(f"it normalises {lane}")

@@ -31,6 +31,7 @@ from maskfx.ir.nodes import is_symbol_arithmetic
 from maskfx.ir.other_sizes import SizeExpr
 from maskfx.passes.context import PassContext, node_value, op_name
 from maskfx.passes.geometry import folds_into_users
+from maskfx.passes.lane_rules.frames import frames_first, is_each_frame
 from maskfx.passes.lane_rules.moved import level_to_meet, results_elsewhere, whole_level
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
 from maskfx.passes.operators import POINTWISE
@@ -330,6 +331,8 @@ class Marker:
                     if mine is None:
                         raise NotLaned(f"the axes of its input {node} are unknown")
                     dims[axis + offset] = mine
+                elif stage_of(node) == STEP and is_each_frame(mine, seen):
+                    dims[axis + offset] = frames_first(mine, seen)
                 elif not same_dim(mine, seen):
                     fixed = stage_of(node) == STEP and not is_repeated(node, axis)
                     if fixed or not self.same_size(size, seen):

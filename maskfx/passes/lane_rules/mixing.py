@@ -21,6 +21,7 @@ from maskfx.ir.lanes import (
     same_dim,
 )
 from maskfx.passes.context import argument, op_name
+from maskfx.passes.lane_rules.frames import attends_by_frame
 from maskfx.passes.lane_rules.marker import (
     Marker,
     Rules,
@@ -70,6 +71,9 @@ def attention(m: Marker, node: fx.Node) -> Lane:
         elif line_axis(q, k, v):
             if argument(node, 3, "attn_mask") is not None:
                 raise NotLaned("it attends along lines of the picture, with a mask")
+        elif attends_by_frame(q, k, v):
+            if argument(node, 3, "attn_mask") is not None:
+                raise NotLaned("each frame attends to tokens of its own, with a mask")
         elif not q.has_sites:
             return read_by_few(m, node, q, k, v)
         else:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskfx.ir.lanes import grid_level
+from maskfx.ir.lanes import grid_level, of_each
 from maskfx.ir.sources import Lines
 from maskfx.runtime.sites.active import ActiveSites
 
@@ -25,6 +25,11 @@ def line_table(source: Lines, owners: Sequence[ActiveSites]) -> Tensor:
         counts = [np.bincount(own, minlength=number) for own, number in lines]
         stops = np.cumsum(np.concatenate(counts))
         return torch.from_numpy(np.stack([stops - np.concatenate(counts), stops], 1))
+    if part == "owner":
+        firsts = np.cumsum([0, *(number for _, number in lines)])
+        return torch.from_numpy(
+            np.concatenate([own + first for (own, _), first in zip(lines, firsts, strict=False)])
+        )
     ends = np.cumsum([len(own) for own, _ in lines])
     order = np.concatenate(
         [
@@ -40,6 +45,11 @@ def line_table(source: Lines, owners: Sequence[ActiveSites]) -> Tensor:
 def line_numbers(source: Lines, sites: ActiveSites, rest: bool) -> tuple[Index, int]:
     """Return the line of each active site, or of each site of the rest, and how many lines are."""
     (segment,) = source.segments
+    each = of_each(segment)
+    if each is not None:  # each token has a row for each frame, one after the other
+        frames, inner = each
+        count = 0 if rest else frames * sites.count(inner)
+        return np.arange(count) % frames, frames
     level = grid_level(segment)
     assert level is not None
     height, width = sites.grid(level)
