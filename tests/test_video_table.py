@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.factories.video_pipelines import VIDEO_KINDS
+from tests.factories.video_kinds import VIDEO_KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = (ROOT / "docs" / "how-to" / "videos.md").read_text(encoding="utf-8")

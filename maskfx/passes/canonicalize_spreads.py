@@ -62,6 +62,9 @@ class Spread:
             met = not self.known.keys().isdisjoint(node.all_input_nodes)
             if after and node is not self.repeat and met:
                 found += self.follow(node)
+        for made in reversed(self.known.values()):
+            if not made.users and made.op == "call_function":
+                self.graph.erase_node(made)
         return found
 
     def follow(self, node: fx.Node) -> bool:

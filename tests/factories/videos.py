@@ -161,6 +161,17 @@ def animated_inputs(size: Size, seed: int) -> dict[str, Any]:
     return arguments
 
 
+def controlled_inputs(size: Size, seed: int) -> dict[str, Any]:
+    """Inputs of UNetMotionModel with what a ControlNet adds to each frame."""
+    arguments, draw = animated_inputs(size, seed), Draw(seed + 19)
+    halves = -(-size.height // 2), -(-size.width // 2)
+    shapes = ((16, size.height, size.width),) * 2 + ((16, *halves), (32, *halves), (32, *halves))
+    *down, mid = (draw.normal(size.batch * FRAMES, *shape) for shape in shapes)
+    arguments["down_block_additional_residuals"] = tuple(down)
+    arguments["mid_block_additional_residual"] = mid
+    return arguments
+
+
 def stable_video_inputs(size: Size, seed: int) -> dict[str, Any]:
     """Inputs of UNetSpatioTemporalConditionModel: frames first, one image embedding."""
     one = Size(size.batch, size.height, size.width, 1)
@@ -421,19 +432,16 @@ def add_videos() -> None:
         },
         sizes=HALVED_SIZES,
     )
-    add_video(
-        "UNetMotionModel",
-        animated_inputs,
-        {
-            **halves,
-            "down_block_types": ("CrossAttnDownBlockMotion", "DownBlockMotion"),
-            "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion"),
-            "num_attention_heads": 2,
-            "motion_num_attention_heads": 2,
-            "use_motion_mid_block": True,
-        },
-        sizes=HALVED_SIZES,
-    )
+    animated = {
+        **halves,
+        "down_block_types": ("CrossAttnDownBlockMotion", "DownBlockMotion"),
+        "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion"),
+        "num_attention_heads": 2,
+        "motion_num_attention_heads": 2,
+        "use_motion_mid_block": True,
+    }
+    add_video("UNetMotionModel", animated_inputs, animated, sizes=HALVED_SIZES)
+    add_video("UNetMotionModel-control", controlled_inputs, animated, sizes=HALVED_SIZES)
     add_video(
         "UNetSpatioTemporalConditionModel",
         stable_video_inputs,

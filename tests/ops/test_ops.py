@@ -196,6 +196,30 @@ def test_group_statistics_far_from_zero(where: str) -> None:
 
 
 @dtypes
+@pytest.mark.parametrize("far", [0, 300])
+def test_group_norm_of_each_line(dtype: torch.dtype, far: int) -> None:
+    """Rows and cached rows of three lines lie mixed; one line has no cached rows, one no rows."""
+    rows, rest = numbers(9, 6, dtype=dtype) + far, numbers(5, 6, dtype=dtype, seed=1) + far
+    owner = torch.tensor([0, 2, 0, 0, 2, 2, 0, 2, 2])
+    rest_owner = torch.tensor([1, 0, 1, 0, 1])
+    weight, bias = numbers(6, dtype=dtype, seed=8), numbers(6, dtype=dtype, seed=9)
+    moments, kept = ops.site_moments(rows, 3), ops.site_moments(rest, 3)
+    scales = ops.line_scale(moments, kept, owner, rest_owner, 3, 6, weight, bias, 1e-5)
+    found = ops.scale_shift(rows, scales, owner)
+    wanted = torch.zeros(rows.shape, dtype=torch.float64)
+    for line in (0, 2):
+        mine, others = owner == line, rest_owner == line
+        wanted[mine] = normalised(rows[mine], rest[others], 3, 1e-5)
+    wanted = wanted * weight.double() + bias.double()
+    assert found.dtype == dtype
+    if far and dtype != torch.float64:  # the rounding of 300 itself, times the scale
+        lost = 6000 * torch.finfo(moments.dtype).eps + wanted.abs().max() * torch.finfo(dtype).eps
+        assert (found.double() - wanted).abs().max() < lost
+    else:
+        assert_near(found, wanted, dtype)
+
+
+@dtypes
 @batches
 def test_scale_shift(dtype: torch.dtype, batch: list[list[int]]) -> None:
     rows, spans = numbers(total(batch), 4, dtype=dtype), spans_of(batch)

@@ -123,3 +123,22 @@ def test_keeps_what_the_one_operator_cannot_do(attend: Any) -> None:
 
 def test_second_run_rewrites_nothing() -> None:
     assert run_pass(canonicalize_attention, shared(Attends), tokens).second_run_is_idle()
+
+
+class OneKey(nn.Module):
+    """Sites that attend to one token: its value is the result, whatever the scores."""
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        many = encoder_hidden_states[:, None]
+        few = many.mean(2, keepdim=True)
+        one = F.scaled_dot_product_attention(hidden_states[:, None], few, few.sin())
+        two = F.scaled_dot_product_attention(hidden_states[:, None], many, many)
+        return hidden_states + one[:, 0] + two[:, 0]
+
+
+def test_attention_to_one_key_is_its_value() -> None:
+    module = shared(OneKey)
+    run = run_pass(canonicalize_attention, module, joint)
+    assert run.before[NAME] == 2
+    assert run.after[NAME] == 1
+    check_values(module, joint)

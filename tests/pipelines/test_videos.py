@@ -13,7 +13,7 @@ import maskfx
 from maskfx import Quality
 from maskfx.pipelines.videos import latent_masks, overlay_video
 from maskfx.runtime.reuse.patches import PatchReuse
-from tests.factories.video_pipelines import FRAMES, SIDE, VIDEO_KINDS, VideoKind, film, moving
+from tests.factories.video_kinds import FRAMES, SIDE, VIDEO_KINDS, VideoKind, film, moving
 from tests.pipelines.test_patches import Turns
 
 ALL = Quality.of("all-steps")

@@ -378,7 +378,9 @@ def placeholder_lane(
         elif role == "frames":
             dims.append((Frames(int_hint(size)),))
         elif role == roles_.EACH_FRAME:
-            dims.append((Batch(), Feature(pyramid.frames)))
+            pictures = any(r[:1] in ("y", "x") for r in leaf.roles)
+            each = Frames(pyramid.frames) if pictures else Feature(pyramid.frames)
+            dims.append((Batch(), each))
         else:
             dims.append((Feature(int_hint(size)),) if int_hint(size) != 1 else ())
     return Lane(tuple(dims))

@@ -257,6 +257,8 @@ def guess(
     if shape[0] == picture.batch and not ids and certain:
         roles[0], rest = "batch", 1
     spatial = spatial_roles(shape, picture)
+    if picture.frames > 1 and len(shape) == 4 and shape[0] == picture.batch * picture.frames:
+        return (EACH_FRAME, "", *(spatial or ("", "")))
     if rest == 1 and spatial is not None:
         return ("batch", *between(shape, picture), *spatial)
     if rest >= len(shape):

@@ -1,0 +1,106 @@
+"""Tiny pipelines that make videos by denoisers whose frames lie beside the batch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from diffusers import EulerDiscreteScheduler
+
+from tests.factories.pipelines import Arguments, control_net, ddim, picture, pipe_of, vae
+from tests.factories.unet_pipelines import of_zoo, seen
+from tests.factories.video_pipelines import (
+    FRAMES,
+    SIDE,
+    VIDEO_KINDS,
+    VideoKind,
+    film,
+    texts,
+)
+from tests.factories.zoo import CROSS, SD15, tiny
+
+
+def animated(name: str, **more: Any) -> Any:
+    """Build a pipeline of AnimateDiff: a motion model, and an autoencoder of pictures."""
+    parts = {"vae": vae(), "unet": of_zoo("UNetMotionModel"), "scheduler": ddim(), **more}
+    return pipe_of(name, lambda: parts)
+
+
+def controlled(name: str) -> Any:
+    net = control_net({**SD15, "block_out_channels": (16, 32), "cross_attention_dim": CROSS})
+    return animated(name, controlnet=net)
+
+
+def stable_video() -> Any:
+    """Build Stable Video Diffusion: a picture moves."""
+    coder = tiny(
+        "AutoencoderKLTemporalDecoder",
+        block_out_channels=(32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        latent_channels=4,
+        layers_per_block=1,
+        force_upcast=False,
+        scaling_factor=0.5,
+    )
+    net = of_zoo("UNetSpatioTemporalConditionModel", num_frames=FRAMES)
+    times = EulerDiscreteScheduler(prediction_type="v_prediction", use_karras_sigmas=True)
+    parts = {"vae": coder, "unet": net, "scheduler": times, **seen(CROSS)}
+    return pipe_of("StableVideoDiffusionPipeline", lambda: parts)
+
+
+def moved(seed: int) -> Arguments:
+    return {
+        "image": picture(3 + seed, SIDE),
+        "num_frames": FRAMES,
+        "num_inference_steps": 3,
+        "height": SIDE,
+        "width": SIDE,
+    }
+
+
+def latte() -> Any:
+    net = of_zoo("LatteTransformer3DModel", video_length=FRAMES)
+    parts = {"transformer": net, "vae": vae(), "scheduler": ddim()}
+    return pipe_of("LattePipeline", lambda: parts)
+
+
+def latte_texts(seed: int) -> Arguments:
+    return texts(seed, video_length=FRAMES, negative_prompt=None, clean_caption=False)
+
+
+def synthesis(name: str) -> Any:
+    """Build a pipeline of a UNet with convolutions and attention along the frames."""
+    parts = {"vae": vae(), "unet": of_zoo("UNet3DConditionModel"), "scheduler": ddim()}
+    return pipe_of(name, lambda: parts)
+
+
+long = partial(texts, num_frames=FRAMES)
+changed = partial(texts, strength=0.9)
+
+MOTION_KINDS = (
+    VideoKind("AnimateDiffPipeline", partial(animated, "AnimateDiffPipeline"), long),
+    VideoKind(
+        "AnimateDiffVideoToVideoPipeline",
+        partial(animated, "AnimateDiffVideoToVideoPipeline"),
+        changed,
+        "video",
+    ),
+    VideoKind(
+        "AnimateDiffControlNetPipeline",
+        partial(controlled, "AnimateDiffControlNetPipeline"),
+        lambda seed: long(seed, conditioning_frames=film(5)),
+    ),
+    VideoKind(
+        "AnimateDiffVideoToVideoControlNetPipeline",
+        partial(controlled, "AnimateDiffVideoToVideoControlNetPipeline"),
+        lambda seed: changed(seed, conditioning_frames=film(5)),
+        "video",
+    ),
+    VideoKind("StableVideoDiffusionPipeline", stable_video, moved),
+    VideoKind("LattePipeline", latte, latte_texts),
+    VideoKind("TextToVideoSDPipeline", partial(synthesis, "TextToVideoSDPipeline"), long),
+    VideoKind(
+        "VideoToVideoSDPipeline", partial(synthesis, "VideoToVideoSDPipeline"), changed, "video"
+    ),
+)
+VIDEO_KINDS.update({kind.name: kind for kind in MOTION_KINDS})
