@@ -27,7 +27,9 @@ def animated(name: str, **more: Any) -> Any:
 
 
 def controlled(name: str) -> Any:
-    net = control_net({**SD15, "block_out_channels": (16, 32), "cross_attention_dim": CROSS})
+    downs = "CrossAttnDownBlock2D", "DownBlock2D"
+    config = {**SD15, "block_out_channels": (16, 32), "down_block_types": downs}
+    net = control_net({**config, "layers_per_block": 1})
     return animated(name, controlnet=net)
 
 
@@ -77,6 +79,12 @@ def synthesis(name: str) -> Any:
 long = partial(texts, num_frames=FRAMES)
 changed = partial(texts, strength=0.9)
 
+
+def resized(seed: int) -> Arguments:
+    """A video's own size is the result's."""
+    return {n: v for n, v in changed(seed).items() if n not in ("height", "width")}
+
+
 MOTION_KINDS = (
     VideoKind("AnimateDiffPipeline", partial(animated, "AnimateDiffPipeline"), long),
     VideoKind(
@@ -100,7 +108,7 @@ MOTION_KINDS = (
     VideoKind("LattePipeline", latte, latte_texts),
     VideoKind("TextToVideoSDPipeline", partial(synthesis, "TextToVideoSDPipeline"), long),
     VideoKind(
-        "VideoToVideoSDPipeline", partial(synthesis, "VideoToVideoSDPipeline"), changed, "video"
+        "VideoToVideoSDPipeline", partial(synthesis, "VideoToVideoSDPipeline"), resized, "video"
     ),
 )
 VIDEO_KINDS.update({kind.name: kind for kind in MOTION_KINDS})

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 CHOICES = 256  # kept: members whose choices are known
 BATCHES = 32  # kept: batches whose blocks, and the latest plan of whose steps, are known
+SURE = 0.05  # of a step's time: the gain from which projecting again is chosen; predictions err
 NEAR = 0.02  # of a step's time: a plan is used again if its step starts no more differently
 
 Selection = tuple[int, ...]  # of one member: the index of its choice in each block
@@ -83,7 +84,7 @@ class KnownBatch:
             found = self.latest[1]
             timeline = simulate(self.blocks, found.selection, room, start)
             return dataclasses.replace(found, timeline=timeline)
-        found = plan(self.blocks, room, start, widths=widths)
+        found = plan_surely(self.blocks, room, start, widths)
         self.latest = start, found
         return found
 
@@ -252,7 +253,7 @@ class StepPlanner:
             left.append(own)
         blocks = blocks_of(left, costs)
         if not all(kept):
-            return plan(blocks, room, start, widths=self.widths)
+            return plan_surely(blocks, room, start, self.widths)
         picked = ((0,) * len(left),) * len(blocks)
         timeline = simulate(blocks, picked, room, start)
         return Plan(picked, timeline, timeline.end)
@@ -297,6 +298,26 @@ class StepPlanner:
             if len(menu) > 1
         ]
         self.again = sum(chosen), len(chosen)
+
+
+def plan_surely(
+    blocks: Sequence[BlockTimes], room: float, start: Start, widths: Sequence[int]
+) -> Plan:
+    """Return a plan that projects keys and values again only if that is predicted to gain `SURE`.
+
+    Raises InputError if a block's load exceeds the staging buffer.
+    """
+    found = plan(blocks, room, start, widths=widths)
+    first = tuple((0,) * len(block.members) for block in blocks)
+    if found.selection == first:
+        return found
+    try:
+        timeline = simulate(blocks, first, room, start)
+    except InputError:  # a load that only this selection has exceeds the buffer
+        return found
+    if timeline.end > found.end * (1 + SURE):
+        return found
+    return Plan(first, timeline, found.bound)
 
 
 def facts_of(member: Member) -> tuple[object, ...]:

@@ -1,6 +1,7 @@
 """From costs to plans that edits obey."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from maskfx.runtime.planner.blocks import FLOPS, KINDS, find_blocks
 from maskfx.runtime.planner.calibration import calibrate, measure, one_batch
 from maskfx.runtime.planner.choices import INPUT, KEYS, with_plan, work_of
 from maskfx.runtime.planner.costs import Costs, Sample, fit, r_squared
-from maskfx.runtime.planner.step_planner import StepPlanner
+from maskfx.runtime.planner.plan import QUICK, plan
+from maskfx.runtime.planner.step_planner import StepPlanner, plan_surely
+from maskfx.runtime.planner.timeline import NOW, BlockChoice, BlockTimes
 from maskfx.runtime.sites.mask import Mask
 from tests.factories import masks
 from tests.factories.planned import compiled, loader_of
@@ -225,6 +228,18 @@ def test_a_buffer_too_small_for_a_block_leaves_the_step_unplanned() -> None:
     steps = edits(case, denoiser, 2)
     planner = StepPlanner(denoiser, costs_of(denoiser, steps, 1e-10), buffer_bytes=1.0)
     assert planner.plan_step(steps) == steps
+
+
+@pytest.mark.parametrize(("loads", "again"), [(1.02, False), (1.5, True)])
+def test_projects_again_only_for_a_sure_gain(loads: float, again: bool) -> None:
+    """Loads of a step take this share of its compute; half of them can be avoided."""
+    keys = BlockChoice(KEYS, load_bytes=2, load_seconds=loads, compute_seconds=1.0)
+    inputs = BlockChoice(INPUT, load_bytes=1, load_seconds=loads / 2, compute_seconds=1.005)
+    blocks = [BlockTimes(((keys, inputs),)) for _ in range(40)]
+    best, found = plan(blocks, widths=QUICK), plan_surely(blocks, math.inf, NOW, QUICK)
+    assert any(map(any, best.selection))
+    assert any(map(any, found.selection)) == again
+    assert found.end <= best.end * 1.05
 
 
 def test_steps_that_repeat_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
