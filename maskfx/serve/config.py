@@ -144,8 +144,10 @@ class ServeSettings(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "cpu"
     cache_dir: Path | None = None  # templates on disk, shared by workers; None: memory only
-    cache_host_bytes: int = Field(4 << 30, gt=0)
-    cache_device_bytes: int = Field(0, ge=0)  # device memory, used before host memory
+    # templates in memory, per worker; None: half of the free memory, shared by the workers
+    cache_host_bytes: int | None = Field(default=None, gt=0)
+    # device memory, used before host memory; None: a quarter of what the model leaves free
+    cache_device_bytes: int | None = Field(default=None, ge=0)
     # encoders and VAE in a process beside the steps; auto: if that measures faster
     helpers: Literal["auto", "on", "off"] = "auto"
     # prefetch rows while computing; auto: where they cross a link to the device, as to a GPU

@@ -23,12 +23,15 @@ from maskfx.runtime.cache.movers import DeviceMover, HostMover
 from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.devices import CPU, free_memory
 from maskfx.runtime.lora.registry import Adapters
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.models.pipeline_set import PipelineSet
 
 PROGRAMS = "programs"  # folder of compiled programs
+HOST_BYTES = 4 << 30  # of templates, where the free memory isn't known
+HOST_SHARE, DEVICE_SHARE = 0.5, 0.25  # of the free memory at the start
 
 
 def quality_of(settings: ServeSettings) -> Quality:
@@ -55,11 +58,27 @@ def tiers_of(settings: ServeSettings) -> Tiers:
     device = torch.device(settings.device)
     return Tiers(
         store,
-        host_bytes=settings.cache_host_bytes,
-        device_bytes=settings.cache_device_bytes,
+        host_bytes=host_bytes_of(settings),
+        device_bytes=device_bytes_of(settings, device),
         disk_bytes=None if store is None else settings.cache_disk_bytes,
         mover=HostMover() if device.type == "cpu" else DeviceMover(device),
     )
+
+
+def host_bytes_of(settings: ServeSettings) -> int:
+    """Return the memory of a worker's templates: a share of what is free, if none is set."""
+    if settings.cache_host_bytes is not None:
+        return settings.cache_host_bytes
+    free = free_memory(CPU)
+    return HOST_BYTES if free == inf else max(1, int(free * HOST_SHARE / settings.workers))
+
+
+def device_bytes_of(settings: ServeSettings, device: torch.device) -> int:
+    """Return the device memory of a worker's templates: a share of what is free, if none is set."""
+    if settings.cache_device_bytes is not None:
+        return settings.cache_device_bytes
+    free = inf if device.type == "cpu" else free_memory(device)
+    return 0 if free == inf else int(free * DEVICE_SHARE)
 
 
 def loader_of(settings: ServeSettings) -> Loader | None:
