@@ -19,7 +19,7 @@ def is_called(value: object) -> bool:
     return callable(value) and not isinstance(value, (nn.Module, type))
 
 
-def hooks_of(part: nn.Module) -> list[dict[int, Any]]:
+def hooks_of(part: nn.Module) -> list[dict[int, object]]:
     """Return the tables of what a module calls before and after its `forward`."""
     return [vars(part).get(kind, {}) for kind in HOOKS]
 

@@ -48,7 +48,7 @@ def rank_of(node: fx.Node) -> int:
     return int(node_value(node).dim())
 
 
-def summed(total: Any) -> tuple[fx.Node, int] | None:
+def summed(total: object) -> tuple[fx.Node, int] | None:
     """Return the exponentials that are summed along one axis, and the axis; None for others."""
     if not isinstance(total, fx.Node) or op_name(total) != "sum":
         return None

@@ -68,7 +68,7 @@ def taken_apart(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
     return None
 
 
-def operands_of(weights: fx.Node, key: int) -> Iterator[tuple[Any, bool]]:
+def operands_of(weights: fx.Node, key: int) -> Iterator[tuple[object, bool]]:
     """Yield the operands of weights that may be taken apart, and whether each is a weight too."""
     name = op_name(weights)
     if name not in OVERLOADS or len(weights.args) != 2 or weights.kwargs:
@@ -90,7 +90,7 @@ def operands_of(weights: fx.Node, key: int) -> Iterator[tuple[Any, bool]]:
         yield from zip(weights.args, wide, strict=True)
 
 
-def softened(node: Any) -> bool:
+def softened(node: object) -> bool:
     """Return True for weights that a softmax of scores is among the steps to."""
     soft = False
     for _ in range(FURTHEST):
