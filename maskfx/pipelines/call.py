@@ -127,13 +127,13 @@ class PipelineCall:
     # Arguments.
 
     @property
-    def mask(self) -> Any:
+    def mask(self) -> object:
         """The mask, passed to the pipeline or to maskfx; None without one."""
         own = self.state.mask_name
         return self.options.mask_image if own is None else self.arguments.get(own)
 
     @property
-    def image(self) -> Any:
+    def image(self) -> object:
         """The pipeline's own `image`: the picture to edit, references or a control image.
 
         A pipeline that enlarges pictures has the one to edit in `original_image`, if it takes it.
@@ -151,7 +151,7 @@ class PipelineCall:
         usual = parameter.default if parameter is not None else "pil"
         return bool(self.arguments.get("output_type", usual) != "latent")
 
-    def original(self) -> Any:
+    def original(self) -> object:
         """Return the image whose pixels are kept outside the mask; None if it isn't pixels."""
         found: Any = self.options.image
         if found is None and self.accepts_image():
@@ -316,7 +316,7 @@ class PipelineCall:
 
     # Runs.
 
-    def run(self, handler: CallHandler, **changed: object) -> Any:
+    def run(self, handler: CallHandler, **changed: object) -> object:
         """Run the pipeline's own code once, with changed arguments."""
         state = self.state
         adapted = {name for one in self.adapters.items for name in one.adapter.parts}
@@ -350,7 +350,7 @@ class PipelineCall:
             state.notes[f'parallel="late": no step reads rows of the step before ({WITHOUT})'] += 1
         return result
 
-    def _run(self, run: PipelineRun, arguments: Arguments) -> Any:
+    def _run(self, run: PipelineRun, arguments: Arguments) -> object:
         around = run.adapters.around(self.pipe.components, self.state.denoisers)
         ended = nullcontext() if run.late is None else run.late.finished()
         try:

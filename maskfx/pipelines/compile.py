@@ -177,7 +177,7 @@ def call_of(
 ) -> PipelineCall:
     """Bind the arguments of a call, those that maskfx adds included."""
     state, own = pipeline_state_of(pipe), dict(given)
-    added: dict[str, Any] = {n: own.pop(n) for n in missing_arguments(state) if n in own}
+    added: dict[str, object] = {n: own.pop(n) for n in missing_arguments(state) if n in own}
     options = CallOptions(quality, template, record, lora=lora, **added)
     return PipelineCall.bind(pipe, state, args, own, options)
 

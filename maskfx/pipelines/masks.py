@@ -60,7 +60,7 @@ def pixel_mask(given: object, where: str = "mask_image") -> Tensor:
     return chosen
 
 
-def like_mask(given: Any, value: int) -> Any:
+def like_mask(given: Any, value: int) -> object:
     """Return a mask of the same type and size that is all black (0) or all white (1)."""
     if isinstance(given, (list, tuple)):
         return [like_mask(one, value) for one in given]

@@ -63,7 +63,7 @@ class CallOptions:
 class PipelineState:
     """State shared by all calls of one pipeline."""
 
-    call: Callable[..., Any]  # the original __call__ of the pipeline's class
+    call: Callable[..., object]  # the original __call__ of the pipeline's class
     denoisers: dict[str, CompiledDenoiser]
     library: TemplateLibrary
     quality: Quality

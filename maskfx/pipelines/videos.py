@@ -184,6 +184,6 @@ def frames_of(given: Any) -> Sequence[Any]:
     return list(video) if several else [video]
 
 
-def at(values: Sequence[Any], index: int) -> Any:
+def at(values: Sequence[object], index: int) -> Any:
     """Return the value for a frame; the last one for those after it."""
     return values[min(index, len(values) - 1)]
