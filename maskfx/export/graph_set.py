@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import InputError
-from maskfx.export.manifest import Document
 from maskfx.export.torch_tensorrt import SUFFIX
+from maskfx.ir.json_values import Document
 from maskfx.ir.program import Program
 from maskfx.runtime.backends.graph_files import GraphFile, open_graph
 from maskfx.runtime.backends.graph_function import Fetch, Run

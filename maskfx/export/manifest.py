@@ -8,20 +8,19 @@ the picture. `manifest.schema.json` describes every member. Needs the standard l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from maskfx.errors import InputError
 from maskfx.export.json_schema import find_errors
+from maskfx.ir.json_values import Document
 
 FORMAT = 1  # raise it with every change of what members mean
 NAME = "manifest.json"
 SIDES = ("side_request", "side_dense")  # graphs whose outputs other graphs read
 SHOWN = 5  # errors in one message
-
-Document = Mapping[str, Any]
 
 
 @cache

@@ -25,6 +25,7 @@ from maskfx.export.host.recording import Recording, keep
 from maskfx.export.host.rows import own_parts, own_rows, placed
 from maskfx.export.host.sites import Sites
 from maskfx.export.manifest import check, read_manifest
+from maskfx.ir.json_values import Document
 
 Run = Callable[[str, Mapping[str, Array]], Sequence[Array]]  # graph, inputs -> outputs
 
@@ -137,9 +138,7 @@ class Host:
             for n, call in enumerate(calls)
         ]
 
-    def _checked(
-        self, graph: str, described: Mapping[str, Any], value: object, frame: Frame
-    ) -> Array:
+    def _checked(self, graph: str, described: Document, value: object, frame: Frame) -> Array:
         """Return a graph's output; raise InputError if its shape isn't that of this batch."""
         found, table = np.asarray(value), self.manifest["dimensions"]
         wanted = [
@@ -176,7 +175,7 @@ class Host:
         frame: Frame,
         number: int,
         records: bool,
-        outputs: Mapping[str, tuple[Mapping[str, Any], Array]],
+        outputs: Mapping[str, tuple[Document, Array]],
         arguments: Arguments,
     ) -> Result:
         """Return a call's part of a graph's outputs: full results, and a recording."""
@@ -213,14 +212,14 @@ class Host:
 
     # Graphs that compute full values.
 
-    def _graph(self, name: str) -> Mapping[str, Any]:
+    def _graph(self, name: str) -> Document:
         graphs = self.manifest["graphs"]
         if name not in graphs:
             raise MissingRequest(
                 f"this export has no graph {name!r}, only {sorted(graphs)}; export the denoiser "
                 "with part='all'"
             )
-        found: Mapping[str, Any] = graphs[name]
+        found: Document = graphs[name]
         return found
 
     def _side(self, name: str, arguments: Arguments, run: Run) -> list[Array]:
@@ -238,7 +237,7 @@ class Host:
         lanes = [Lane.read(output["lane"] or []) for output in graph["outputs"]]
         return [joined(parts, lane, batch) for lane, *parts in zip(lanes, *runs, strict=True)]
 
-    def _whole(self, graph: Mapping[str, Any], values: Sequence[Any]) -> dict[str, Array]:
+    def _whole(self, graph: Document, values: Sequence[Any]) -> dict[str, Array]:
         """Return the inputs of a graph of full values; a number is the length of its input."""
         found = {}
         for item in graph["inputs"]:

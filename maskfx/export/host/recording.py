@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from maskfx.errors import CacheError
-from maskfx.export.host.arrays import Array, Bools, Index, converted, is_float, wide
+from maskfx.export.host.arrays import Array, Bools, DType, Index, converted, is_float, wide
 
 StatsKey = tuple[tuple[str, ...], int]  # segments, groups
 
@@ -26,7 +26,7 @@ class Packed:
     stored: Array
     scale: Array | None  # (batch, sites, parts of a row), in formats with scales
     shape: tuple[int, ...]  # of one site's features
-    dtype: np.dtype[Any]  # in full
+    dtype: DType  # in full
     halves: bool = False  # two 4-bit values in a byte
 
     def at(self, index: Index) -> Array:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import CacheError
-from maskfx.ir.json_values import Json
+from maskfx.ir.json_values import Document, Json
 from maskfx.runtime.cache.quantize import LOSSLESS, STEPS, Encoding, Format, Packed, pack
 from maskfx.runtime.cache.rows import InterpolatedRows, Rows, RowSubset, whole
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache
@@ -216,13 +216,13 @@ class _Reader:
         self._header, self._base = _header(memoryview(self._data))
         self.metadata: Mapping[str, str] = self._header["__metadata__"]
 
-    def rows(self, ref: Mapping[str, Any]) -> Rows:
+    def rows(self, ref: Document) -> Rows:
         """Return rows in the form in which they were written."""
         if "sites" in ref:
             return RowSubset(self._rows(ref), self.tensor(ref["sites"]))
         return self._rows(ref)
 
-    def _rows(self, ref: Mapping[str, Any]) -> Tensor | Packed:
+    def _rows(self, ref: Document) -> Tensor | Packed:
         shape, format, dtype = ref["shape"], Format(ref["format"]), _dtype_of(ref["dtype"])
         stored = self._raw(ref["at"])
         if format is Format.KEEP:
@@ -232,7 +232,7 @@ class _Reader:
         values = stored.reshape(*shape[:2], width)
         return Packed(values, scale, format, dtype, tuple(shape[2:]))
 
-    def tensor(self, ref: Mapping[str, object]) -> Tensor:
+    def tensor(self, ref: Document) -> Tensor:
         """Return a tensor that isn't rows, in full precision."""
         return whole(self.rows(ref))
 
