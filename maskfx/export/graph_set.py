@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +59,7 @@ class GraphSet:
         """Return what runs a program's graph, as `BatchExecutor` wants it."""
         names, results = list(program.interface.inputs), len(program.interface.outputs)
 
-        def run(fetch: Fetch) -> Any:
+        def run(fetch: Fetch) -> object:
             inputs = {name: fetch(name) for name in names}
             flat = self.run("record" if recording else "edit", inputs)
             return (flat[:results], flat[results:]) if recording else flat

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from maskfx.errors import InputError
 from maskfx.export.json_schema import find_errors
@@ -24,10 +23,10 @@ SHOWN = 5  # errors in one message
 
 
 @cache
-def schema() -> dict[str, Any]:
+def schema() -> dict[str, object]:
     """Return the JSON Schema of a manifest."""
     path = Path(__file__).with_name("manifest.schema.json")
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.export import ExportedProgram
@@ -61,7 +61,7 @@ def write_compiled(
     profile: Profile,
     path: Path,
     format: str = "pt2",
-    **settings: Any,
+    **settings: object,
 ) -> None:
     """Compile an exported graph and save it.
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import safetensors
 from torch import Tensor, nn
@@ -116,7 +115,7 @@ class WeightFiles:
 class Slot:
     """A weight's place in a module: the table that holds it, and its path."""
 
-    table: dict[str, Any]
+    table: dict[str, object]
     name: str
     path: str
     value: Tensor

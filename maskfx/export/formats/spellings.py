@@ -14,6 +14,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from maskfx.export.formats.complex_numbers import spell_complex
+from maskfx.passes.context import node_at
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -94,7 +95,7 @@ def widen_mask(node: fx.Node) -> None:
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
     if not isinstance(mask, fx.Node):
         return
-    queries: Any = node.args[0]
+    queries = node_at(node, 0)
     value, asked = mask.meta["val"], queries.meta["val"]
     one = isinstance(value.shape[-2], int) and value.shape[-2] == 1
     if not one or isinstance(asked.shape[-2], int) and asked.shape[-2] == 1:
@@ -111,7 +112,7 @@ def widen_mask(node: fx.Node) -> None:
 def spell_outer_products(graph: fx.Graph) -> None:
     """Spell outer products of vectors as products of a column and a row."""
     for node in graph.find_nodes(op="call_function", target=aten.outer.default):
-        column: Any = node.args[0]
+        column = node_at(node, 0)
         with graph.inserting_before(node):
             made = graph.call_function(unsqueeze, (column, 1))
         made.meta["val"] = column.meta["val"].unsqueeze(1)

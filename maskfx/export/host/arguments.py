@@ -28,10 +28,10 @@ class Arguments:
         constants: the arguments that aren't tensors.
     """
 
-    values: list[Any]
+    values: list[object]
     sizes: Sizes
     step: dict[str, Array]
-    constants: list[Any]
+    constants: list[object]
 
     @property
     def mask_shape(self) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ class Arguments:
         return mask_shape(self.sizes)
 
 
-def check_arguments(manifest: Document, given: Mapping[str, Any]) -> Arguments:
+def check_arguments(manifest: Document, given: Mapping[str, object]) -> Arguments:
     """Return the arguments of a call in the order of the manifest.
 
     Args:
@@ -71,7 +71,7 @@ def check_arguments(manifest: Document, given: Mapping[str, Any]) -> Arguments:
     )
 
 
-def flattened(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(value: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield the leaves of nested arguments with their paths."""
     if isinstance(value, Mapping | list | tuple):
         parts = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -97,7 +97,7 @@ def role_of(manifest: Document, dim: int | str) -> str:
     return "" if isinstance(dim, int) else str(manifest["dimensions"][dim]["role"])
 
 
-def value_of(argument: Document, found: Mapping[str, Any], batch: int) -> Any:
+def value_of(argument: Document, found: Mapping[str, object], batch: int) -> Any:
     """Return an argument as an array of its type, None for a constant.
 
     One number for a whole batch, such as a timestep, becomes one for each batch element.

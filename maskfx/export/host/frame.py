@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,7 @@ class Member:
 
     sites: Sites
     batch: int
-    given: Mapping[str, Sequence[Any]]
+    given: Mapping[str, Sequence[object]]
     recording: Recording | None = None
 
 

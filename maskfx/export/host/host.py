@@ -43,7 +43,7 @@ class Edit:
         request: what `Host.request` computed from these arguments; computed again if left out.
     """
 
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     mask: Bools
     recording: Recording
     regions: Mapping[int, Bools] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Edit:
 class Record:
     """Computes all sites and records what later edits read."""
 
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     request: Sequence[Array] | None = None
 
 
@@ -83,11 +83,11 @@ class Host:
         """Return the host of the exported denoiser in a directory."""
         return Host(read_manifest(directory))
 
-    def request(self, arguments: Mapping[str, Any], run: Run) -> list[Array]:
+    def request(self, arguments: Mapping[str, object], run: Run) -> list[Array]:
         """Compute what depends on the request alone; it is the same in all steps of a request."""
         return self._side("side_request", check_arguments(self.manifest, arguments), run)
 
-    def dense(self, arguments: Mapping[str, Any], run: Run) -> list[Array]:
+    def dense(self, arguments: Mapping[str, object], run: Run) -> list[Array]:
         """Compute a call with the denoiser's own graph, without rows and recording."""
         self._graph("dense")
         return self._side("dense", check_arguments(self.manifest, arguments), run)
@@ -237,7 +237,7 @@ class Host:
         lanes = [Lane.read(output["lane"] or []) for output in graph["outputs"]]
         return [joined(parts, lane, batch) for lane, *parts in zip(lanes, *runs, strict=True)]
 
-    def _whole(self, graph: Document, values: Sequence[Any]) -> dict[str, Array]:
+    def _whole(self, graph: Document, values: Sequence[object]) -> dict[str, Array]:
         """Return the inputs of a graph of full values; a number is the length of its input."""
         found = {}
         for item in graph["inputs"]:
@@ -248,7 +248,7 @@ class Host:
             )
         return found
 
-    def _group(self, values: Sequence[Any], start: int, fixed: int) -> list[Any]:
+    def _group(self, values: Sequence[Any], start: int, fixed: int) -> list[object]:
         """Return the arguments of `fixed` batch elements from `start`, the last one repeated."""
         out = list(values)
         for number, argument in enumerate(self.manifest["arguments"]):

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -124,7 +123,7 @@ class _Reader:
         (length,) = LENGTH.unpack_from(payload)
         self._data = memoryview(payload)[LENGTH.size + length :]
         self._header = json.loads(payload[LENGTH.size : LENGTH.size + length])
-        self._document: dict[str, Any] = json.loads(self._header["__metadata__"]["maskfx"])
+        self._document: Document = json.loads(self._header["__metadata__"]["maskfx"])
 
     def recording(self) -> Recording:
         found = self._document
@@ -176,7 +175,7 @@ class _Reader:
             raise ValueError(f"tensor {name} lies at {begin}..{end} of {len(self._data)} bytes")
         return np.frombuffer(self._data[begin:end], dtype).reshape(shape)
 
-    def value(self, item: object) -> Any:
+    def value(self, item: object) -> object:
         """Return a value that isn't a tensor alone: JSON, with types that JSON lacks tagged."""
         if not isinstance(item, dict):
             return item
