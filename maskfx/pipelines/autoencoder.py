@@ -163,7 +163,7 @@ class AutoencoderCalls:
         """Return True if a call may be narrowed or recorded."""
         return self.handler.codes and self._name(autoencoder, method) is not None
 
-    def code(self, autoencoder: nn.Module, method: str, call: MethodCall) -> Any:
+    def code(self, autoencoder: nn.Module, method: str, call: MethodCall) -> object:
         """Return the result of a call that is narrowed or recorded; None for another one.
 
         A call's position is the number of the method's calls before it, at step 0. Its branch names

@@ -107,7 +107,7 @@ class CompiledPipeline:
         own.__dict__.update(vars(self))
         return own
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Return what deep copies and pickles are made from: the pipeline as it was before."""
         original = getattr(type(self), "maskfx_original", type(self))
         own = object.__new__(original)

@@ -135,7 +135,7 @@ class Deferred(Tensor):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         pending = [t for t in pytree.tree_leaves((args, kwargs)) if is_pending(t)]
         if not pending or not is_cheap(func):
