@@ -119,7 +119,7 @@ class Form(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _from_text(cls, value: Any, info: ValidationInfo) -> object:
+    def _from_text(cls, value: object, info: ValidationInfo) -> object:
         assert info.field_name is not None
         return read(value, kind_of(cls.model_fields[info.field_name]))
 
