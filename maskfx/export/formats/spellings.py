@@ -14,7 +14,6 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from maskfx.export.formats.complex_numbers import spell_complex
-from maskfx.passes.context import node_at
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -95,7 +94,7 @@ def widen_mask(node: fx.Node) -> None:
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
     if not isinstance(mask, fx.Node):
         return
-    queries = node_at(node, 0)
+    queries: Any = node.args[0]
     value, asked = mask.meta["val"], queries.meta["val"]
     one = isinstance(value.shape[-2], int) and value.shape[-2] == 1
     if not one or isinstance(asked.shape[-2], int) and asked.shape[-2] == 1:
@@ -112,7 +111,7 @@ def widen_mask(node: fx.Node) -> None:
 def spell_outer_products(graph: fx.Graph) -> None:
     """Spell outer products of vectors as products of a column and a row."""
     for node in graph.find_nodes(op="call_function", target=aten.outer.default):
-        column = node_at(node, 0)
+        column: Any = node.args[0]
         with graph.inserting_before(node):
             made = graph.call_function(unsqueeze, (column, 1))
         made.meta["val"] = column.meta["val"].unsqueeze(1)
