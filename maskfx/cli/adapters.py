@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -58,7 +57,7 @@ def call_of(
     """Return a function that makes the arguments of a call with the model's own settings."""
     signature, (width, height) = member.signature, family.size()
 
-    def arguments() -> dict[str, Any]:
+    def arguments() -> dict[str, object]:
         found = {**signature.told, "prompt": prompt}
         found["generator"] = torch.Generator().manual_seed(seed)
         if signature.has("height") and signature.has("width"):

@@ -7,7 +7,7 @@ one number of memory for each weight, and their large products are left out.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 import maskfx
 from maskfx.cli.try_model import call_arguments
@@ -37,7 +38,7 @@ from maskfx.serve.models.model_source import (
 from maskfx.serve.models.pipeline_set import PipelineSet
 from maskfx.serve.models.warmup import STEPS, scene
 
-Arguments = dict[str, Any]
+Arguments = dict[str, object]
 
 
 class AllCalled(Exception):
@@ -76,10 +77,10 @@ def collecting(denoisers: Mapping[str, nn.Module]) -> Iterator[dict[str, Argumen
     """Collect the arguments of first calls; raise AllCalled when there is one of each."""
     calls: dict[str, Arguments] = {}
 
-    def watch(name: str, module: nn.Module) -> Any:
+    def watch(name: str, module: nn.Module) -> RemovableHandle:
         signature = inspect.signature(type(module).forward)
 
-        def called(own: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        def called(own: nn.Module, args: tuple[object, ...], named: dict[str, object]) -> None:
             given = named_arguments(signature, (own, *args), named)
             given.pop(next(iter(signature.parameters)))
             calls.setdefault(name, given)
@@ -100,8 +101,8 @@ def around(folder: Path, parts: Mapping[str, nn.Module]) -> Any:
     """Return the folder's pipeline with these modules, of which nothing is loaded."""
     import diffusers
 
-    load: Any = diffusers.DiffusionPipeline.from_pretrained
-    options: dict[str, Any] = {**dict.fromkeys(absent_parts(folder)), **parts}
+    load: Callable[..., Any] = diffusers.DiffusionPipeline.from_pretrained
+    options: dict[str, object] = {**dict.fromkeys(absent_parts(folder)), **parts}
     with library_bars(False), import_notices_hidden():
         try:
             pipe = load(folder, use_safetensors=True, local_files_only=True, **options)

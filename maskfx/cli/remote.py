@@ -10,7 +10,6 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import httpx
 import numpy as np
@@ -18,6 +17,7 @@ from PIL import Image
 
 from maskfx.cli.edit_request import EditCall
 from maskfx.errors import InputError
+from maskfx.ir.json_values import Document
 from maskfx.serve.request import Mask, Pixels, parameters_of
 
 TIMEOUT = 600.0  # seconds without a byte
@@ -94,7 +94,7 @@ def events(lines: Iterable[str]) -> Iterator[dict[str, object]]:
         yield json.loads("\n".join(data))
 
 
-def picture_in(found: Iterator[dict[str, Any]], moved: Callable[[int], None]) -> Pixels:
+def picture_in(found: Iterator[Document], moved: Callable[[int], None]) -> Pixels:
     """Return the image that completes the stream."""
     for came, event in enumerate(found, 1):
         if "error" in event:

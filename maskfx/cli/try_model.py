@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,9 @@ from maskfx.serve.models.canvas import Canvas
 from maskfx.serve.models.pipeline_model import PipelineModel
 from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet
 from maskfx.serve.models.warmup import arguments_of, scene
-from maskfx.serve.request import Mask
+from maskfx.serve.request import Mask, Pixels
+
+Found = TypeVar("Found")
 
 
 def explain_model(settings: ServeSettings, mask_ratio: float) -> int:
@@ -85,7 +87,7 @@ def canvas_of(family: PipelineSet, size: tuple[int, int], ratio: float) -> Canva
     return Canvas(scene(1, size), mask, family.multiple)
 
 
-def call_arguments(member: PipelineMember, canvas: Canvas, steps: int) -> dict[str, Any]:
+def call_arguments(member: PipelineMember, canvas: Canvas, steps: int) -> dict[str, object]:
     """Return the arguments of a call of the original pipeline, with the canvas where it has one."""
     given = arguments_of(member, canvas, steps)
     if member.signature.has("image"):
@@ -95,7 +97,7 @@ def call_arguments(member: PipelineMember, canvas: Canvas, steps: int) -> dict[s
     return given
 
 
-def edited(editor: PipelineMember, canvas: Canvas, steps: int, dense: bool) -> Any:
+def edited(editor: PipelineMember, canvas: Canvas, steps: int, dense: bool) -> Pixels:
     """Run one edit, by the original pipeline (`dense`) or by the compiled one."""
     given = call_arguments(editor, canvas, steps)
     if not dense:
@@ -105,7 +107,7 @@ def edited(editor: PipelineMember, canvas: Canvas, steps: int, dense: bool) -> A
         return canvas.finished(pipe(**given).images[0])
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+def timed(work: Callable[[], Found]) -> tuple[float, Found]:
     began = time.perf_counter()
     found = work()
     return time.perf_counter() - began, found

@@ -8,14 +8,13 @@ state which rows belong together, so numbers of rows and requests stay free.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from maskfx import ops
 from maskfx.compiler import lower_sums
 from maskfx.compiler.build_program import recording_twin, taps_of
-from maskfx.compiler.lowering import RULES, Lowering, Node, aten, rule
+from maskfx.compiler.lowering import RULES, Lowering, Node, Operands, aten, rule
 from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import Program
 from maskfx.ir.sources import Pairs, PairTable, Rest, RestSpans
@@ -41,7 +40,7 @@ def lower(program: Program) -> Program:
 
 
 @rule(ops.gather)
-def gather(low: Lowering, given: dict[str, Any]) -> Node:
+def gather(low: Lowering, given: Operands) -> Node:
     """Pick the rows of each window out of rows, halo and one row of zeros."""
     rows, halo, table = (low.new(given[name]) for name in ("rows", "halo", "table"))
     both = low.call(aten.cat.default, [rows, halo])
@@ -56,13 +55,13 @@ def gather(low: Lowering, given: dict[str, Any]) -> Node:
 
 
 @rule(ops.enter)
-def enter(low: Lowering, given: dict[str, Any]) -> Node:
+def enter(low: Lowering, given: Operands) -> Node:
     rows, loaded, table = (low.new(given[name]) for name in ("rows", "loaded", "table"))
     return low.call(aten.index_select.default, low.call(aten.cat.default, [rows, loaded]), 0, table)
 
 
 @rule(ops.scale_shift)
-def scale_shift(low: Lowering, given: dict[str, Any]) -> Node:
+def scale_shift(low: Lowering, given: Operands) -> Node:
     rows, scales, owner = (low.new(given[name]) for name in ("rows", "scales", "owner"))
     halves = [low.call(aten.select.int, scales, 1, half) for half in (0, 1)]
     scale, shift = (low.call(aten.index_select.default, half, 0, owner) for half in halves)
@@ -71,7 +70,7 @@ def scale_shift(low: Lowering, given: dict[str, Any]) -> Node:
 
 
 @rule(ops.group_scale)
-def group_scale(low: Lowering, given: dict[str, Any]) -> Node:
+def group_scale(low: Lowering, given: Operands) -> Node:
     """Merge the moments of each request's rows with those of its rest.
 
     The deviations are summed around the rows' mean, so no large squares are subtracted.
@@ -132,7 +131,7 @@ def by_group(low: Lowering, weight: Node, groups: int) -> Node:
 
 
 @rule(ops.attend)
-def attend(low: Lowering, given: dict[str, Any]) -> Node:
+def attend(low: Lowering, given: Operands) -> Node:
     """Attend over all rows, to the keys of the same request alone."""
     call = low.call
     q, k, v = (low.new(given[name]) for name in ("q", "k", "v"))
@@ -162,7 +161,7 @@ def attend(low: Lowering, given: dict[str, Any]) -> Node:
     return call(aten.transpose.int, call(aten.squeeze.dim, out, 0), 0, 1)
 
 
-def pair_table(low: Lowering, given: dict[str, Any]) -> Node:
+def pair_table(low: Lowering, given: Operands) -> Node:
     """Return the input with the attention's mask."""
     pairs, rest = low.source(given["bias"]), given["rest_k"]
     assert isinstance(pairs, Pairs)

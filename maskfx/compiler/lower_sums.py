@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from maskfx import ops
-from maskfx.compiler.lowering import Lowering, Node, aten, rule
+from maskfx.compiler.lowering import Lowering, Node, Operands, aten, rule
 from maskfx.ir.sources import RestSpans
 from maskfx.ops.pairs import read_steps
 
 
 @rule(ops.site_mean)
-def site_mean(low: Lowering, given: dict[str, Any]) -> Node:
+def site_mean(low: Lowering, given: Operands) -> Node:
     call = low.call
     rows, rest = low.new(given["rows"]), low.new(given["rest"])
     members = low.members(low.owner(given["spans"]))
@@ -27,7 +25,7 @@ def site_mean(low: Lowering, given: dict[str, Any]) -> Node:
 
 
 @rule(ops.site_extreme)
-def site_extreme(low: Lowering, given: dict[str, Any]) -> Node:
+def site_extreme(low: Lowering, given: Operands) -> Node:
     """Reduce the rows of each request in a copy where the others' rows can't count."""
     call, sign = low.call, 1.0 if given["largest"] else -1.0
     rows = call(aten.cat.default, [low.new(given["rows"]), low.new(given["rest"])])
@@ -40,7 +38,7 @@ def site_extreme(low: Lowering, given: dict[str, Any]) -> Node:
 
 
 @rule(ops.site_product)
-def site_product(low: Lowering, given: dict[str, Any]) -> Node:
+def site_product(low: Lowering, given: Operands) -> Node:
     call = low.call
     left, right = (
         call(aten.cat.default, [low.new(given[own]), low.new(given[rest])])
@@ -58,7 +56,7 @@ def site_product(low: Lowering, given: dict[str, Any]) -> Node:
 
 
 @rule(ops.owner_product)
-def owner_product(low: Lowering, given: dict[str, Any]) -> Node:
+def owner_product(low: Lowering, given: Operands) -> Node:
     call = low.call
     rows, matrices = low.new(given["rows"]), low.new(given["matrices"])
     members = low.members(low.owner(given["spans"]), rows)
@@ -72,7 +70,7 @@ def owner_product(low: Lowering, given: dict[str, Any]) -> Node:
 
 
 @rule(ops.site_logsumexp)
-def site_logsumexp(low: Lowering, given: dict[str, Any]) -> Node:
+def site_logsumexp(low: Lowering, given: Operands) -> Node:
     """Sum the exponentials of each request's rows in a copy where the others' are zero."""
     call = low.call
     rows = call(aten.cat.default, [low.new(given["rows"]), low.new(given["rest"])])
@@ -84,7 +82,7 @@ def site_logsumexp(low: Lowering, given: dict[str, Any]) -> Node:
 
 
 @rule(ops.site_pair_sum)
-def site_pair_sum(low: Lowering, given: dict[str, Any]) -> Node:
+def site_pair_sum(low: Lowering, given: Operands) -> Node:
     """Weigh the values of all rows, with weights of zero between rows of different requests."""
     call = low.call
     q, k, v = (low.new(given[name]) for name in ("q", "k", "v"))
@@ -109,7 +107,7 @@ def site_pair_sum(low: Lowering, given: dict[str, Any]) -> Node:
 
 
 @rule(ops.pair_sum)
-def pair_sum(low: Lowering, given: dict[str, Any]) -> Node:
+def pair_sum(low: Lowering, given: Operands) -> Node:
     """Weigh the values of each row by itself."""
     q, k, v = (low.new(given[name]) for name in ("q", "k", "v"))
     weights = low.call(aten.matmul.default, q, low.call(aten.transpose.int, k, -2, -1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -115,7 +116,8 @@ class Lowering:
         return self.call(aten.to.dtype, pairs, self.wide)
 
 
-Rule = Callable[[Lowering, dict[str, object]], Node]
+Operands = dict[str, Any]  # of an operator by name: nodes, and values as they are
+Rule = Callable[[Lowering, Operands], Node]
 RULES: dict[object, Rule] = {}
 
 
@@ -127,7 +129,7 @@ def rule(target: object) -> Callable[[Rule], Rule]:
     return noted
 
 
-def normalized(node: Node) -> dict[str, object]:
+def normalized(node: Node) -> Operands:
     """Return the arguments of an operator by name."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)

@@ -70,7 +70,7 @@ class RankProcess:
         self.child.channel.send(*pack(question))
 
     def receive(self) -> tuple[object, Exception | None]:
-        found: tuple[Any, Exception | None] = unpack(self.child.channel.receive())
+        found: tuple[object, Exception | None] = unpack(self.child.channel.receive())
         return found
 
     def note(self, request: RankRequest) -> None:
@@ -209,7 +209,7 @@ class Ranks:
     ) -> dict[int, Any]:
         """Ask ranks and return their answers; end those that fail, and raise the reason."""
         waiting = {number: self.all[number] for number in questions}
-        found: dict[int, Any] = {}
+        found: dict[int, object] = {}
         wrong: dict[int, str] = {}
         ended: set[int] = set()
         repeats = True  # whether the step may succeed if it runs again

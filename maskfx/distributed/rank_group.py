@@ -299,7 +299,7 @@ class RankGroup:
         number = lease.ranks[0]
         process = lease.processes.all[number]
         request = WholeRequest(*self.pool.sent(process, steps, [True] * len(steps)))
-        results: list[Any] = lease.processes.ask({number: request})[number]
+        results: list[object] = lease.processes.ask({number: request})[number]
         return results
 
     def stop(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,7 +138,7 @@ def joined(
     recording: bool,
     layouts: Sequence[RankLayout],
     parts: Sequence[RankPart | None],
-) -> Any:
+) -> object:
     """Return what the graph of the whole batch would return, from the ranks' parts.
 
     Args:

@@ -87,7 +87,7 @@ class HelperProcess:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
         threads: int,
-    ) -> Any:
+    ) -> object:
         return self._ask("call", key, method, threads, args, kwargs)
 
     def _ask(self, *question: object) -> object:

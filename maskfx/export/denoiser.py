@@ -76,7 +76,7 @@ class ExportedDenoiser(CompiledDenoiser):
             self._weights.fingerprint,
         ).holding(self.compilation, self._compares and self.graphs.has("dense"))
 
-    def dense(self, inputs: Mapping[str, Any]) -> Any:
+    def dense(self, inputs: Mapping[str, object]) -> Any:
         """Return what the denoiser's forward would, by the graph that computes all sites."""
         capture = self.capture
         _, values, spec = roles_.flatten(expand_timesteps(inputs))

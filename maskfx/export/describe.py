@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +85,7 @@ def describe_level(level: Level) -> Item:
 
 def describe_arguments(capture: Capture, tables: ValueTables) -> list[Item]:
     """Return the flattened arguments; the noisy picture is the first of rank three or more."""
-    values: Sequence[Any] = [None] * len(capture.leaves)
+    values: Sequence[object] = [None] * len(capture.leaves)
     if capture.module is not None:
         nodes = [n for n in capture.module.graph.nodes if n.op == "placeholder"]
         values = [node.meta.get("val") for node in nodes]

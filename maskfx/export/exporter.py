@@ -37,7 +37,7 @@ def export(
     part: str = "all",
     operators: bool = False,
     opset: int | None = None,
-    example_inputs: Mapping[str, Any] | None = None,
+    example_inputs: Mapping[str, object] | None = None,
     verify: bool | None = None,
     profile: Sequence[str] = (),
     layout: str = "plain",
@@ -85,7 +85,7 @@ def export_whole(
     model: object,
     path: Path,
     options: Options,
-    inputs: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, object] | None = None,
     weights: str | Path | None = None,
 ) -> Exported:
     """Write all or nothing of what `export` describes."""
@@ -135,7 +135,7 @@ def export_module(
     folder: Path,
     options: Options,
     found: Exported,
-    inputs: Mapping[str, Any] | None,
+    inputs: Mapping[str, object] | None,
     files: WeightFiles | None = None,
     name: str = DENOISER,
 ) -> None:

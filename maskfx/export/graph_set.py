@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from maskfx.errors import InputError
-from maskfx.export.manifest import Document
 from maskfx.export.torch_tensorrt import SUFFIX
+from maskfx.ir.json_values import Document
 from maskfx.ir.program import Program
 from maskfx.runtime.backends.graph_files import GraphFile, open_graph
 from maskfx.runtime.backends.graph_function import Fetch, Run
@@ -60,7 +59,7 @@ class GraphSet:
         """Return what runs a program's graph, as `BatchExecutor` wants it."""
         names, results = list(program.interface.inputs), len(program.interface.outputs)
 
-        def run(fetch: Fetch) -> Any:
+        def run(fetch: Fetch) -> object:
             inputs = {name: fetch(name) for name in names}
             flat = self.run("record" if recording else "edit", inputs)
             return (flat[:results], flat[results:]) if recording else flat

@@ -79,7 +79,7 @@ def scalar_errors(value: object, schema: Schema, place: str) -> Errors:
         yield place, f"expected {schema['minimum']} or more, got {value}"
 
 
-def list_errors(value: list[Any], schema: Schema, place: str, root: Schema) -> Errors:
+def list_errors(value: list[object], schema: Schema, place: str, root: Schema) -> Errors:
     least, most = schema.get("minItems", 0), schema.get("maxItems", len(value))
     if not least <= len(value) <= most:
         wanted = f"{least} or more" if len(value) < least else f"{most} or fewer"
@@ -88,7 +88,7 @@ def list_errors(value: list[Any], schema: Schema, place: str, root: Schema) -> E
         yield from find_errors(item, schema.get("items", {}), f"{place}[{number}]", root)
 
 
-def object_errors(value: dict[str, Any], schema: Schema, place: str, root: Schema) -> Errors:
+def object_errors(value: dict[str, object], schema: Schema, place: str, root: Schema) -> Errors:
     known, others = schema.get("properties", {}), schema.get("additionalProperties", {})
     for name in schema.get("required", ()):
         if name not in value:
@@ -123,7 +123,7 @@ def alternative_errors(value: object, options: list[Schema], place: str, root: S
     yield place, f"fits no alternative ({', '.join(wanted)}): {value!r:.80}"
 
 
-def constants_of(schema: Schema) -> dict[str, Any]:
+def constants_of(schema: Schema) -> dict[str, object]:
     """Return the members that an alternative is recognised by."""
     members = schema.get("properties", {})
     return {name: part["const"] for name, part in members.items() if "const" in part}

@@ -31,7 +31,7 @@ class LightParts:
         with torch.no_grad(), self._light:
             yield
 
-    def settled(self, value: Any) -> Any:
+    def settled(self, value: Any) -> object:
         """Return zeros for a value that wasn't computed, and any other value as it is."""
         left_out = isinstance(value, Tensor) and self._light.is_left_out(value)
         return torch.zeros_like(value) if left_out else value

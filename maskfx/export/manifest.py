@@ -8,27 +8,25 @@ the picture. `manifest.schema.json` describes every member. Needs the standard l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from maskfx.errors import InputError
 from maskfx.export.json_schema import find_errors
+from maskfx.ir.json_values import Document
 
 FORMAT = 1  # raise it with every change of what members mean
 NAME = "manifest.json"
 SIDES = ("side_request", "side_dense")  # graphs whose outputs other graphs read
 SHOWN = 5  # errors in one message
 
-Document = Mapping[str, Any]
-
 
 @cache
-def schema() -> dict[str, Any]:
+def schema() -> dict[str, object]:
     """Return the JSON Schema of a manifest."""
     path = Path(__file__).with_name("manifest.schema.json")
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt, prod
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from maskfx.export.host.dimensions import call_size, dimension_size
 from maskfx.export.host.layout import Layout
 from maskfx.export.host.sites import Sites
 from maskfx.export.host.tables import BatchTables
+from maskfx.ir.json_values import Document
 
 ROWS, REQUESTS = "rows", "requests"
 Shape = tuple[int, ...]
@@ -68,7 +68,7 @@ class Profile:
             Sizes that aren't named are those of the call that the graphs were made from.
     """
 
-    manifest: Mapping[str, Any]
+    manifest: Document
     given: Mapping[str, Range]
 
     def __post_init__(self) -> None:
@@ -127,7 +127,7 @@ class Profile:
             tuple(own.most for own in ranges),
         )
 
-    def _bounds(self, dimension: Mapping[str, Any]) -> tuple[int, int]:
+    def _bounds(self, dimension: Document) -> tuple[int, int]:
         """Return the least and greatest size that a dimension has with any masks."""
         few, many = self.requests.least, self.requests.most
         small, large = (Sites(self.layout, self._sizes(end), None) for end in ("least", "most"))

@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +77,7 @@ def run_from(module: nn.Module, directory: Path) -> nn.Module:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def forward(*args: object, **named: object) -> Any:
+    def forward(*args: object, **named: object) -> object:
         inputs: Mapping[str, object] = named_arguments(signature, args, named)
         return plain.dense({name: copy_of(value) for name, value in inputs.items()})
 

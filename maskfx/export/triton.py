@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from maskfx.errors import InputError
 from maskfx.export.manifest import NAME, read_manifest
+from maskfx.ir.json_values import Document
 
 VERSION = "1"  # the folder of a model's files
 TYPES = {
@@ -65,7 +65,7 @@ def write_repository(exported: str | Path, repository: str | Path, name: str) ->
     return [folder for _, folder in made]
 
 
-def write_model(source: Path, manifest: Mapping[str, Any], graph: str, folder: Path) -> None:
+def write_model(source: Path, manifest: Document, graph: str, folder: Path) -> None:
     """Write the folder of one graph: its configuration, its file and what that refers to."""
     setting, file_name = runs_of(source, manifest, graph)
     files = folder / VERSION
@@ -77,7 +77,7 @@ def write_model(source: Path, manifest: Mapping[str, Any], graph: str, folder: P
     (folder / "config.pbtxt").write_text(text + "\n", encoding="utf-8")
 
 
-def runs_of(source: Path, manifest: Mapping[str, Any], graph: str) -> tuple[str, str]:
+def runs_of(source: Path, manifest: Document, graph: str) -> tuple[str, str]:
     """Return the setting that names what runs a graph, and the name of its file."""
     file = manifest["graphs"][graph]["file"]
     if file is None or not (source / file).is_file():
@@ -98,7 +98,7 @@ def runs_of(source: Path, manifest: Mapping[str, Any], graph: str) -> tuple[str,
     return RUNS[ending]
 
 
-def config_lines(name: str, setting: str, graph: Mapping[str, Any]) -> Iterator[str]:
+def config_lines(name: str, setting: str, graph: Document) -> Iterator[str]:
     """Yield the lines of a model's configuration."""
     yield f'name: "{name}"'
     yield setting
@@ -108,7 +108,7 @@ def config_lines(name: str, setting: str, graph: Mapping[str, Any]) -> Iterator[
             yield from value_lines(side, value)
 
 
-def value_lines(side: str, value: Mapping[str, Any]) -> Iterator[str]:
+def value_lines(side: str, value: Document) -> Iterator[str]:
     dims = [-1 if isinstance(dim, str) else dim for dim in value["dims"]]
     yield f"{side} {{"
     yield f'  name: "{value["name"]}"'

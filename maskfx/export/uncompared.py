@@ -7,7 +7,6 @@ that costs far more than its export. Guards of the export decide which sizes a c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -29,7 +28,9 @@ class UncomparedDenoiser(CompiledDenoiser):
         layouts: whether weights in another layout are computed; without, they have shapes alone.
     """
 
-    def __init__(self, module: nn.Module, example_inputs: Mapping[str, Any], layouts: bool) -> None:
+    def __init__(
+        self, module: nn.Module, example_inputs: Mapping[str, object], layouts: bool
+    ) -> None:
         self._layouts = layouts
         super().__init__(module, Settings(), None, example_inputs)
 
@@ -46,14 +47,14 @@ class UncomparedPrograms(ProgramCache):
 
     compares = False
 
-    def _shares(self, values: list[Any]) -> bool:
+    def _shares(self, values: list[object]) -> bool:
         return False  # to take another module's program is to compare it
 
-    def _warm_tables(self, inputs: dict[str, Any], values: list[Any]) -> None:
+    def _warm_tables(self, inputs: dict[str, object], values: list[object]) -> None:
         if not self.every and fills_tables(self.module, inputs):
             super()._warm_tables(inputs, values)
 
     def _proven(
-        self, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec
+        self, compilation: Compilation, values: list[object], spec: pytree.TreeSpec
     ) -> Compilation:
         return compilation

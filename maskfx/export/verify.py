@@ -40,7 +40,7 @@ class Verdict:
 
 
 def verify(
-    module: nn.Module, directory: Path, inputs: Sequence[Mapping[str, Any]]
+    module: nn.Module, directory: Path, inputs: Sequence[Mapping[str, object]]
 ) -> list[Verdict]:
     """Run each graph on each set of arguments; raise CompileError if one is wrong.
 
@@ -62,7 +62,7 @@ def verify(
 
 @torch.no_grad()
 def verdicts(
-    denoiser: ExportedDenoiser, module: nn.Module, inputs: Mapping[str, Any]
+    denoiser: ExportedDenoiser, module: nn.Module, inputs: Mapping[str, object]
 ) -> Iterator[Verdict]:
     capture = denoiser.compilation.capture
     values, spec = pytree.tree_flatten(dict(inputs))
@@ -103,7 +103,7 @@ def example_arguments(capture: Capture, shapes: Sequence[Sequence[int]]) -> dict
     """Return random arguments of these shapes, and the constants of the capture."""
     assert capture.module is not None
     draw = torch.Generator().manual_seed(0)
-    values: list[Any] = []
+    values: list[object] = []
     for index, (leaf, node) in enumerate(
         zip(capture.leaves, capture.module.graph.find_nodes(op="placeholder"), strict=True)
     ):
@@ -112,7 +112,7 @@ def example_arguments(capture: Capture, shapes: Sequence[Sequence[int]]) -> dict
             values.append(example_value(leaf, list(shapes[index]), known.dtype, draw))
         else:
             values.append(capture.constants[index] if index in capture.constants else hint(known))
-    found: dict[str, Any] = pytree.tree_unflatten(values, capture.in_spec)
+    found: dict[str, object] = pytree.tree_unflatten(values, capture.in_spec)
     return found
 
 

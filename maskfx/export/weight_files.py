@@ -7,16 +7,16 @@ device has the mapped ones while it is exported; its memory stays what the syste
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import safetensors
 from torch import Tensor, nn
 
 from maskfx.errors import InputError
+from maskfx.ir.json_values import Document
 
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 NUMBER = 8  # bytes before a file's header: its length
@@ -115,7 +115,7 @@ class WeightFiles:
 class Slot:
     """A weight's place in a module: the table that holds it, and its path."""
 
-    table: dict[str, Any]
+    table: dict[str, object]
     name: str
     path: str
     value: Tensor
@@ -175,9 +175,9 @@ def files_of(where: Path) -> list[Path]:
     return [where.with_name(str(name)) for name in sorted(shards)]
 
 
-def header_of(path: Path) -> tuple[int, Mapping[str, Any]]:
+def header_of(path: Path) -> tuple[int, Document]:
     """Return where a file's data begin, and its header: offsets from there by name."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(NUMBER), "little")
-        header: Mapping[str, Any] = json.loads(file.read(length))
+        header: Document = json.loads(file.read(length))
     return NUMBER + length, header

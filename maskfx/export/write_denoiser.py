@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -61,7 +60,7 @@ def write_denoiser(
     folder: Path,
     options: Options,
     found: Exported,
-    inputs: Mapping[str, Any] | None,
+    inputs: Mapping[str, object] | None,
     files: WeightFiles | None = None,
     name: str = DENOISER,
 ) -> None:
@@ -195,7 +194,7 @@ def verified(
     denoiser: CompiledDenoiser,
     folder: Path,
     compilation: Compilation,
-    inputs: Mapping[str, Any] | None,
+    inputs: Mapping[str, object] | None,
 ) -> list[Verdict]:
     """Compare the written graphs with the module, at the example's size and another."""
     capture = compilation.capture

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType, MethodType
-from typing import Any
+from types import CellType, CodeType, FunctionType, MethodType
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ def is_called(value: object) -> bool:
     return callable(value) and not isinstance(value, (nn.Module, type))
 
 
-def hooks_of(part: nn.Module) -> list[dict[int, Any]]:
+def hooks_of(part: nn.Module) -> list[dict[int, object]]:
     """Return the tables of what a module calls before and after its `forward`."""
     return [vars(part).get(kind, {}) for kind in HOOKS]
 
@@ -59,7 +58,7 @@ def lines_of(called: object, depth: int = DEPTH) -> Iterator[str]:
             yield tensor_digest(value)
 
 
-def content_of(cell: Any) -> object:
+def content_of(cell: CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # a variable that isn't set yet

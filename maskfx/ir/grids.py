@@ -241,7 +241,7 @@ def resampled(window: WindowSpec, i: int, source: int, target: int) -> tuple[Ind
         ratio = window.scale[i] if window.scale else source / target
     if "antialiased" in how:
         return smoothed(kind, ratio, t, source, window.kernel[i])
-    middle: Any = t * ratio if "aligned" in how else (t + 0.5) * ratio - 0.5
+    middle: Floats = t * ratio if "aligned" in how else (t + 0.5) * ratio - 0.5
     if kind == "bilinear":
         middle = np.maximum(middle, 0)
         first = np.minimum(np.floor(middle).astype(np.int64), source - 1)

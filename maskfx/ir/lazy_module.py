@@ -27,9 +27,9 @@ class LazyModule(fx.GraphModule):
         return super().recompile()
 
     @property
-    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
+    def forward(self) -> Callable[..., object]:  # type: ignore[override]
         self._real_recompile()
-        written: Callable[..., Any] = vars(type(self))["forward"].__get__(self)
+        written: Callable[..., object] = vars(type(self))["forward"].__get__(self)
         return written
 
     @property

@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any
 
 from torch import nn
 
@@ -97,7 +96,7 @@ class SeenValues:
         except (RuntimeError, ValueError):  # an array in place of a plain value
             return True
 
-    def _hooking(self) -> Iterator[Any]:
+    def _hooking(self) -> Iterator[object]:
         """Return the hooks of all parts."""
         return chain.from_iterable(map(dict.values, self._hooks))
 

@@ -126,11 +126,11 @@ def open_kind(kind: type) -> None:
     if kind in pytree.SUPPORTED_NODES:
         return
 
-    def flattened(value: Any) -> tuple[list[object], ObjectForm]:
+    def flattened(value: object) -> tuple[list[object], ObjectForm]:
         form = ObjectForm(kind, tuple(vars(value)), weakref.ref(value))
         return list(vars(value).values()), form
 
-    def named(value: Any) -> tuple[list[tuple[pytree.KeyEntry, object]], ObjectForm]:
+    def named(value: object) -> tuple[list[tuple[pytree.KeyEntry, object]], ObjectForm]:
         parts, form = flattened(value)
         keys = map(pytree.GetAttrKey, form.names)
         return list(zip(keys, parts, strict=True)), form

@@ -49,7 +49,7 @@ def acts_within(module: nn.Module) -> bool:
     return any(acts(part) for part in module.modules() if part is not module)
 
 
-def run_widened(part: Any, kind: torch.dtype, *args: Any, **kwargs: Any) -> object:
+def run_widened(part: Any, kind: torch.dtype, *args: object, **kwargs: object) -> object:
     """Run a part with its floating-point weights, and those inside it, in another type."""
     wide = [(vars(layer), widened(layer, kind)) for layer in part.modules()]
     for own, values in wide:

@@ -15,10 +15,10 @@ Table = TypeVar("Table")
 TABLES = 512  # kept of each kind: those of a few batches' row sets
 
 _library = torch.library.Library("maskfx", "DEF")
-_plain: dict[str, Callable[..., Any]] = {}
+_plain: dict[str, Callable[..., object]] = {}
 
 
-def define(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(schema: str, plain: Callable[..., object], fake: Callable[..., object]) -> Any:
     """Register an operator and return the overload that graphs call."""
     name = schema.split("(")[0]
     _plain[name] = plain
@@ -33,7 +33,7 @@ def plain_of(name: str) -> Callable[..., Any]:
     return _plain[name]
 
 
-def implement(name: str, function: Callable[..., Any], key: str = "CUDA") -> None:
+def implement(name: str, function: Callable[..., object], key: str = "CUDA") -> None:
     """Register another implementation of an operator, for tensors with this dispatch key."""
     _library.impl(name, function, key)
 
@@ -95,7 +95,9 @@ def kept_table(make: Callable[..., Table]) -> Callable[..., Table]:
     return found
 
 
-def numbers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+def numbers(
+    values: Sequence[float | Sequence[float]], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Copy a few Python numbers to a device without making the host wait."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a captured copy would read host memory that is used again")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from maskfx.ops.base import counts_on, define, join, pieces, wide
+
+Values = TypeVar("Values", Tensor, NDArray[np.floating[Any]])
 
 
 def _group_scale(
@@ -51,7 +55,9 @@ def _moments(own: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variance
 
 
-def _merge_moments(number: Any, fresh: Any, rest: Any, eps: float) -> tuple[Any, Any]:
+def _merge_moments(
+    number: Values, fresh: Values, rest: Values, eps: float
+) -> tuple[Values, Values]:
     """Return scale and shift, (requests, groups), from the moments of each channel over the fresh
     rows and the (requests, groups, 3) moments of the rest.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ class Whole(nn.Module):
         self,
         inner: nn.Module,
         spec: pytree.TreeSpec,
-        constants: dict[int, Any],
+        constants: dict[int, object],
         axes: int,
         widths: Sequence[int],
         width: int,

@@ -164,7 +164,7 @@ class Splitter:
         """Sum over the keys and values of all ranks."""
         q, k, v, rest_k, rest_v, q_spans, k_spans, *more = node.args
         keys = self.segments_of(k_spans)
-        edit: Any = Editor(self.graph, self.ctx, node)
+        edit = Editor(self.graph, self.ctx, node)
         k, v = self.exchange(edit, [k, v], keys)  # type: ignore[list-item]
         spans = edit.input(f"read_spans_{slug(keys)}", ReadSpans(keys))
         node.args = (q, k, v, rest_k, rest_v, q_spans, spans, *more)

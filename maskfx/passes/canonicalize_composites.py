@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
@@ -124,7 +123,7 @@ def addmm(spell: Speller, node: fx.Node) -> fx.Node | None:
     return found and spell.emit(aten.add.Tensor, found, node.args[0])
 
 
-def product(spell: Speller, left: Any, right: Any) -> fx.Node | None:
+def product(spell: Speller, left: object, right: object) -> fx.Node | None:
     """Return a product as a linear layer if only its right matrix comes from weights alone."""
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return None

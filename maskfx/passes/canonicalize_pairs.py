@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx
@@ -256,7 +256,7 @@ def spelled(spell: Speller, found: Weights, values: fx.Node) -> fx.Node | None:
     return out
 
 
-def other_of(spell: Speller, step: Step) -> Any:
+def other_of(spell: Speller, step: Step) -> object:
     """Return what a step is done with, its axes those of the weights."""
     if step.value is None:
         return step.number

@@ -12,7 +12,7 @@ from torch import fx
 from maskfx.ir.lanes import NotLaned, int_hint
 from maskfx.ir.other_sizes import SizeExpr
 from maskfx.passes.canonicalize_writes import equal, expression
-from maskfx.passes.context import PassContext, argument, aten, op_name
+from maskfx.passes.context import PassContext, argument, aten, node_at, op_name
 from maskfx.passes.spelling import Speller
 
 JOINS = frozenset({"cat", "concat", "concatenate"})
@@ -91,8 +91,8 @@ def piece_of(node: fx.Node, axis: int) -> Piece | None:
         return None
     rank = node.meta["val"].dim()
     if node.target is operator.getitem and op_name(value) in SPLITS:
-        source: Any = value.args[0]
-        index: Any = node.args[1]
+        source = node_at(value, 0)
+        index = argument(node, 1, "b")
         if int(argument(value, 2, "dim", 0)) % rank != axis:
             return None
         sizes = [expression(part.shape[axis]) for part in value.meta["val"]]
@@ -109,7 +109,7 @@ def piece_of(node: fx.Node, axis: int) -> Piece | None:
         return None
 
 
-def place(start: Any, whole: SizeExpr) -> SizeExpr:
+def place(start: fx.Node | int | None, whole: SizeExpr) -> SizeExpr:
     """Return the place at which a slice begins; one below zero is counted from the end."""
     value = start.meta["val"] if isinstance(start, fx.Node) else start or 0
     return expression(value) + (whole if int_hint(value) < 0 else 0)

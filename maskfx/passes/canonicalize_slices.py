@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import fx
 
@@ -12,6 +11,7 @@ from maskfx.passes.context import PassContext, argument, aten, node_at, op_name
 
 ATTENTION = "scaled_dot_product_attention"
 Part = tuple[int, int]  # start and stop
+Arguments = tuple[tuple[fx.node.Argument, ...], dict[str, fx.node.Argument]]
 
 
 def canonicalize_slices(graph: fx.Graph, ctx: PassContext) -> int:
@@ -50,10 +50,10 @@ def is_written(user: fx.Node) -> bool:
     return op_name(user) == "slice_scatter"
 
 
-def whole_of(last: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def whole_of(last: fx.Node) -> Arguments | None:
     """Return the arguments of the one attention that this chain of writes computes, or None."""
     parts: list[Part] = []
-    whole: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    whole: Arguments | None = None
     for part, written in writes(last):
         read = sources(written, part, node_shape(last)[0])
         if read is None or whole is not None and read != whole:
@@ -79,7 +79,7 @@ def writes(node: fx.Node) -> Iterator[tuple[Part, fx.Node]]:
         node = node_at(node, 0)
 
 
-def sources(node: fx.Node, part: Part, size: int) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def sources(node: fx.Node, part: Part, size: int) -> Arguments | None:
     """Return the arguments whose slices `part` this attention reads, or None."""
     if op_name(node) != ATTENTION or any(value is not None for value in node.args[3:]):
         return None

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from maskfx.ir.lanes import shape_hint
-from maskfx.passes.context import PassContext, argument, aten, node_value, op_name
+from maskfx.passes.context import PassContext, argument, aten, node_at, node_value, op_name
 from maskfx.passes.spelling import Speller
 
 PRODUCTS = frozenset({"matmul", "bmm"})
@@ -48,12 +48,12 @@ def rank_of(node: fx.Node) -> int:
     return int(node_value(node).dim())
 
 
-def summed(total: Any) -> tuple[fx.Node, int] | None:
+def summed(total: object) -> tuple[fx.Node, int] | None:
     """Return the exponentials that are summed along one axis, and the axis; None for others."""
     if not isinstance(total, fx.Node) or op_name(total) != "sum":
         return None
-    exponentials: Any = total.args[0]
-    dims: Any = argument(total, 1, "dim")
+    exponentials = node_at(total, 0)
+    dims = argument(total, 1, "dim")
     dims = [dims] if isinstance(dims, int) else list(dims or [])
     keeps = argument(total, 2, "keepdim", False) and total.kwargs.get("dtype") is None
     if op_name(exponentials) != "exp" or len(dims) != 1 or not keeps:

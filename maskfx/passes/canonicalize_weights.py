@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
@@ -20,7 +19,7 @@ from maskfx.passes.canonicalize_attention import (
     is_wide,
     padded,
 )
-from maskfx.passes.context import PassContext, aten, node_value, op_name
+from maskfx.passes.context import PassContext, aten, node_at, node_value, op_name
 from maskfx.passes.spelling import Speller
 
 OVERLOADS = {name: getattr(aten, name).Tensor for name in ("mul", "div", "add", "sub")}
@@ -47,8 +46,8 @@ def taken_apart(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
     """Replace a product by several; return these, or None if it stays."""
     rank = node.meta["val"].dim()
     for place, key in ((0, -1), (1, -2)):
-        weights: Any = node.args[place]
-        values: Any = node.args[1 - place]
+        weights = node_at(node, place)
+        values = node_at(node, 1 - place)
         if rank < 3 or any(node_value(n).dim() != rank for n in (weights, values)):
             continue
         operands = list(operands_of(weights, rank + key))
@@ -68,7 +67,7 @@ def taken_apart(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
     return None
 
 
-def operands_of(weights: fx.Node, key: int) -> Iterator[tuple[Any, bool]]:
+def operands_of(weights: fx.Node, key: int) -> Iterator[tuple[object, bool]]:
     """Yield the operands of weights that may be taken apart, and whether each is a weight too."""
     name = op_name(weights)
     if name not in OVERLOADS or len(weights.args) != 2 or weights.kwargs:
@@ -90,7 +89,7 @@ def operands_of(weights: fx.Node, key: int) -> Iterator[tuple[Any, bool]]:
         yield from zip(weights.args, wide, strict=True)
 
 
-def softened(node: Any) -> bool:
+def softened(node: object) -> bool:
     """Return True for weights that a softmax of scores is among the steps to."""
     soft = False
     for _ in range(FURTHEST):

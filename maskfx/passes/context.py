@@ -150,7 +150,7 @@ class Editor:
         self.graph, self.ctx, self.node = graph, ctx, node
 
     def emit(
-        self, target: Callable[..., Any], *args: fx.node.Argument, **kwargs: fx.node.Argument
+        self, target: Callable[..., object], *args: fx.node.Argument, **kwargs: fx.node.Argument
     ) -> fx.Node:
         with self.graph.inserting_before(self.node):
             new = self.graph.call_function(target, args, kwargs)

@@ -32,7 +32,7 @@ class Speller:
         modes = (getattr(n.meta.get("val"), "fake_mode", None) for n in graph.nodes)
         self._mode = next((mode for mode in modes if mode is not None), None)
 
-    def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    def emit(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> fx.Node:
         """Insert an operator; its value follows from those of its arguments."""
         with self.graph.inserting_before(self.node):
             new = self.graph.call_function(target, args, kwargs)
@@ -55,7 +55,7 @@ class Speller:
         found = node_value(value).shape[axis]
         return found if isinstance(found, int) else self.emit(aten.sym_size.int, value, axis)
 
-    def number(self, expr: Any) -> Any:
+    def number(self, expr: Any) -> object:
         """Return the value of an expression of sizes: a number or a node; None if it has others."""
         if isinstance(expr, int) or expr.is_Integer:
             return int(expr)
@@ -72,7 +72,7 @@ class Speller:
             total = function(total, part) if both else self.emit(function, total, part)
         return total
 
-    def _symbol(self, symbol: Any) -> fx.Node | None:
+    def _symbol(self, symbol: object) -> fx.Node | None:
         """Return a size of the graph's inputs that is this symbol."""
         for node in self.graph.find_nodes(op="placeholder"):
             value = node.meta.get("val")

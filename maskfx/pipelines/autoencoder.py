@@ -163,7 +163,7 @@ class AutoencoderCalls:
         """Return True if a call may be narrowed or recorded."""
         return self.handler.codes and self._name(autoencoder, method) is not None
 
-    def code(self, autoencoder: nn.Module, method: str, call: MethodCall) -> Any:
+    def code(self, autoencoder: nn.Module, method: str, call: MethodCall) -> object:
         """Return the result of a call that is narrowed or recorded; None for another one.
 
         A call's position is the number of the method's calls before it, at step 0. Its branch names
@@ -197,12 +197,14 @@ class AutoencoderCalls:
         assert module.form is not None
         return module.form.built(output, bool(given.get("return_dict", True)))
 
-    def kept(self, part: nn.Module, method: str, call: MethodCall) -> Any:
+    def kept(self, part: nn.Module, method: str, call: MethodCall) -> object:
         """Return an encoder's output, kept of an earlier call or new; None if none are kept."""
         if self.encoders is None or pending_in((call.args, call.kwargs)):
             return None
 
-        def run(_: object, __: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
+        def run(
+            _: object, __: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+        ) -> object:
             return call.original(*args, **kwargs)
 
         return self.encoders.ask(run, part, method, call.args, call.kwargs)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from maskfx.errors import EngineError
 from maskfx.ir import progress
@@ -25,7 +24,7 @@ from maskfx.pipelines.late_results import LateResults
 from maskfx.pipelines.late_rows import LateRows
 from maskfx.pipelines.lora import CallAdapters, applied
 from maskfx.pipelines.lora_files import LoraTarget
-from maskfx.pipelines.masks import is_picture, like_mask
+from maskfx.pipelines.masks import Pictures, is_picture, like_mask
 from maskfx.pipelines.modular import errors_hidden, with_state
 from maskfx.pipelines.outputs import as_list, force_images
 from maskfx.pipelines.pipeline import Pipeline
@@ -127,13 +126,13 @@ class PipelineCall:
     # Arguments.
 
     @property
-    def mask(self) -> Any:
+    def mask(self) -> Pictures:
         """The mask, passed to the pipeline or to maskfx; None without one."""
         own = self.state.mask_name
         return self.options.mask_image if own is None else self.arguments.get(own)
 
     @property
-    def image(self) -> Any:
+    def image(self) -> Pictures:
         """The pipeline's own `image`: the picture to edit, references or a control image.
 
         A pipeline that enlarges pictures has the one to edit in `original_image`, if it takes it.
@@ -151,9 +150,9 @@ class PipelineCall:
         usual = parameter.default if parameter is not None else "pil"
         return bool(self.arguments.get("output_type", usual) != "latent")
 
-    def original(self) -> Any:
+    def original(self) -> Pictures:
         """Return the image whose pixels are kept outside the mask; None if it isn't pixels."""
-        found: Any = self.options.image
+        found: Pictures = self.options.image
         if found is None and self.accepts_image():
             found = self.image
             if found is not None and self.combines_images():
@@ -316,7 +315,7 @@ class PipelineCall:
 
     # Runs.
 
-    def run(self, handler: CallHandler, **changed: object) -> Any:
+    def run(self, handler: CallHandler, **changed: object) -> object:
         """Run the pipeline's own code once, with changed arguments."""
         state = self.state
         adapted = {name for one in self.adapters.items for name in one.adapter.parts}
@@ -350,7 +349,7 @@ class PipelineCall:
             state.notes[f'parallel="late": no step reads rows of the step before ({WITHOUT})'] += 1
         return result
 
-    def _run(self, run: PipelineRun, arguments: Arguments) -> Any:
+    def _run(self, run: PipelineRun, arguments: Arguments) -> object:
         around = run.adapters.around(self.pipe.components, self.state.denoisers)
         ended = nullcontext() if run.late is None else run.late.finished()
         try:

@@ -41,7 +41,7 @@ def shapes_of(inputs: Mapping[str, object]) -> Sizes:
     return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def own_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def own_inputs(inputs: Mapping[str, object]) -> dict[str, object]:
     """Return the inputs of a call that runs later: the pipeline may change its own before that.
 
     The latents are copied; objects are other ones with the same tensors.

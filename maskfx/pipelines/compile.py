@@ -107,7 +107,7 @@ class CompiledPipeline:
         own.__dict__.update(vars(self))
         return own
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Return what deep copies and pickles are made from: the pipeline as it was before."""
         original = getattr(type(self), "maskfx_original", type(self))
         own = object.__new__(original)
@@ -177,7 +177,7 @@ def call_of(
 ) -> PipelineCall:
     """Bind the arguments of a call, those that maskfx adds included."""
     state, own = pipeline_state_of(pipe), dict(given)
-    added: dict[str, Any] = {n: own.pop(n) for n in missing_arguments(state) if n in own}
+    added: dict[str, object] = {n: own.pop(n) for n in missing_arguments(state) if n in own}
     options = CallOptions(quality, template, record, lora=lora, **added)
     return PipelineCall.bind(pipe, state, args, own, options)
 

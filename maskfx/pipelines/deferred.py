@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKeySet
 from torch.utils import _pytree as pytree
 
 # Operations of pipelines between two calls of a step: cheap, and without side effects.
@@ -35,10 +36,10 @@ class ValueSource(Protocol):
 class DeferredOperation:
     """A cheap operation on deferred tensors."""
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     args: tuple[object, ...]
     kwargs: dict[str, object]
-    values: Sequence[Any] | None = None
+    values: Sequence[object] | None = None
 
     def ready(self) -> bool:
         return all(is_ready(leaf) for leaf in pytree.tree_leaves((self.args, self.kwargs)))
@@ -49,7 +50,7 @@ class DeferredOperation:
             self.values = pytree.tree_leaves(self.function(*args, **kwargs))
 
 
-def dispatch_keys() -> tuple[Any, Any]:
+def dispatch_keys() -> tuple[DispatchKeySet, DispatchKeySet]:
     """Return what PyTorch includes and leaves out now when it dispatches an operation."""
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
@@ -60,9 +61,9 @@ class Ledger:
 
     resolve: Callable[[list[Any]], None]
     wait: Callable[[ValueSource], None] = lambda source: None  # for a call that runs elsewhere
-    calls: list[Any] = field(default_factory=list)
+    calls: list[object] = field(default_factory=list)
     derived: list[DeferredOperation] = field(default_factory=list)
-    _keys: tuple[Any, Any] = field(default_factory=dispatch_keys)
+    _keys: tuple[DispatchKeySet, DispatchKeySet] = field(default_factory=dispatch_keys)
 
     def settle(self) -> None:
         """Run all pending calls, then the operations on their results.
@@ -133,8 +134,8 @@ class Deferred(Tensor):
         func: torch._ops.OpOverload,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         pending = [t for t in pytree.tree_leaves((args, kwargs)) if is_pending(t)]
         if not pending or not is_cheap(func):

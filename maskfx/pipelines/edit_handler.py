@@ -226,7 +226,7 @@ class InterruptedHandler(EditHandler):
 
     def prepare(
         self, outputs: Sequence[object], height: int | None, width: int | None, box: Box | None
-    ) -> Sequence[Any]:
+    ) -> Sequence[object]:
         self.pipe._interrupt = True
         return EditHandler.prepare(self, outputs, height, width, box)
 

@@ -72,7 +72,7 @@ class Forecasts:
         return self._curves[key]
 
 
-def converted(result: object, convert: Callable[[Tensor], Tensor]) -> Any:
+def converted(result: object, convert: Callable[[Tensor], Tensor]) -> object:
     [leaf], spec = pytree.tree_flatten(result)
     return pytree.tree_unflatten([convert(leaf)], spec)
 

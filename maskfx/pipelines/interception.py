@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from maskfx.ir import progress
 from maskfx.pipelines.deferred import force_all
 from maskfx.pipelines.modular import BLOCKS, blocks_of, loops_of, observed_blocks
-from maskfx.pipelines.pipeline import nested_pipelines
+from maskfx.pipelines.pipeline import StepOutput, nested_pipelines
 from maskfx.pipelines.run import PipelineRun
 from maskfx.pipelines.schedule import schedulers_of
 
@@ -79,11 +78,11 @@ def bars_disabled(pipe: object) -> bool:
     return any(isinstance(config, dict) and bool(config.get("disable")) for config in configs)
 
 
-def watch_latents(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:
+def watch_latents(original: Callable[..., object], run: PipelineRun) -> Callable[..., object]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def prepare_latents(*args: object, **kwargs: object) -> Any:
+    def prepare_latents(*args: object, **kwargs: object) -> object:
         named = signature.bind(*args, **kwargs).arguments
         outputs = original(*args, **kwargs)
         return run.prepare(outputs, named.get("height"), named.get("width"))
@@ -94,24 +93,26 @@ def watch_latents(original: Callable[..., Any], run: PipelineRun) -> Callable[..
 class WatchedStep:
     """A scheduler's `step` that reports to the run. A copy of the scheduler gets a copy of it."""
 
-    def __init__(self, run: PipelineRun, owner: object, original: Callable[..., Any]) -> None:
+    def __init__(
+        self, run: PipelineRun, owner: object, original: Callable[..., StepOutput]
+    ) -> None:
         self.run, self.owner, self.original = run, owner, original
         functools.update_wrapper(self, original)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         args, kwargs = force_all((args, kwargs))
         return self.run.after_step(self.original(*args, **kwargs))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WatchedStep:
+    def __deepcopy__(self, memo: dict[int, object]) -> WatchedStep:
         owner = memo.get(id(self.owner))
         if owner is None or not inspect.ismethod(self.original):
             return self
         return WatchedStep(self.run, owner, self.original.__func__.__get__(owner))
 
 
-def watch_crop(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:
+def watch_crop(original: Callable[..., Sequence[int]], run: PipelineRun) -> Callable[..., object]:
     @functools.wraps(original)
-    def get_crop_region(*args: object, **kwargs: object) -> Any:
+    def get_crop_region(*args: object, **kwargs: object) -> object:
         box = original(*args, **kwargs)
         left, top, right, bottom = box
         run.box = (int(left), int(top), int(right), int(bottom))

@@ -27,7 +27,7 @@ class RunCall(Protocol):
     steps: int | None
     inputs: dict[str, object]
     shape: ShapeKey | None
-    values: Sequence[Any] | None
+    values: Sequence[object] | None
     late: bool
 
     def sources(self) -> Sequence[RunCall]: ...

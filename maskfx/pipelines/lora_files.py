@@ -52,7 +52,7 @@ class LoraTarget:
     module: str
     kind: str
     layers: Targets
-    unet: Mapping[str, Any] | None = None
+    unet: Mapping[str, object] | None = None
 
     @classmethod
     def of(cls, pipe: Pipeline) -> LoraTarget:
@@ -88,7 +88,7 @@ class LoraTarget:
 def converted(
     name: str,
     tensors: dict[str, Tensor],
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     target: LoraTarget,
     limits: FileLimits,
 ) -> Adapter:
@@ -135,7 +135,7 @@ def peft_key(key: str, layers: Mapping[str, Shape]) -> str:
     return found
 
 
-def peft_alphas(alphas: Mapping[str, Any], targets: Targets) -> dict[str, Any]:
+def peft_alphas(alphas: Mapping[str, object], targets: Targets) -> dict[str, object]:
     """Return alphas by component, layer and ".alpha"; some formats name a matrix, not the layer."""
     found = {}
     for key, value in alphas.items():

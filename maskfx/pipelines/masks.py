@@ -16,6 +16,7 @@ from torch.nn.functional import adaptive_max_pool2d, max_pool2d, pad
 from maskfx.errors import InputError, MaskError
 
 Pixels = NDArray[np.number[Any]]  # bytes, or floats in [0, 1]
+Pictures = Any  # PIL's pictures, arrays or tensors of pixels, alone or in lists, in any mix
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 SITE = 8  # pixels; how wide a site of the usual latents is
 
@@ -60,7 +61,7 @@ def pixel_mask(given: object, where: str = "mask_image") -> Tensor:
     return chosen
 
 
-def like_mask(given: Any, value: int) -> Any:
+def like_mask(given: Pictures, value: int) -> Pictures:
     """Return a mask of the same type and size that is all black (0) or all white (1)."""
     if isinstance(given, (list, tuple)):
         return [like_mask(one, value) for one in given]
@@ -153,8 +154,12 @@ def alpha_of(mask: Tensor, size: Sequence[int], feather: int) -> Pixels:
 
 
 def overlay(
-    images: Any, original: object, masks: Sequence[Tensor], feather: int = 0, in_rows: bool = False
-) -> Any:
+    images: Pictures,
+    original: object,
+    masks: Sequence[Tensor],
+    feather: int = 0,
+    in_rows: bool = False,
+) -> Pictures:
     """Replace the pixels of images outside the mask by the original's, unchanged.
 
     Of several originals or masks, each serves an equal number of adjacent images (a a b b); with
@@ -175,7 +180,7 @@ def overlay(
     return torch.stack(done) if isinstance(images, Tensor) else np.stack(done)
 
 
-def overlay_one(image: object, original: object, mask: Tensor, feather: int) -> Any:
+def overlay_one(image: object, original: object, mask: Tensor, feather: int) -> Pictures:
     """Blend one image over its original, or a list of images that belong to one sample."""
     if isinstance(image, (list, tuple)):
         return overlay(image, original, [mask], feather)

@@ -126,9 +126,9 @@ HANDLED = Handled()
 HIDDEN: ContextVar[bool] = ContextVar("maskfx errors hidden", default=False)
 
 
-def with_state(arguments: dict[str, Any], accepted: Mapping[str, object]) -> dict[str, Any]:
+def with_state(arguments: dict[str, object], accepted: Mapping[str, object]) -> dict[str, object]:
     """Return a call's arguments with those that it passes in an earlier call's state."""
-    state: Any = arguments.get("state")
+    state: object = arguments.get("state")
     if not hasattr(state, "values") or not hasattr(state, "kwargs_mapping"):
         return arguments
     groups = {
@@ -144,7 +144,7 @@ class BlocksResult:
     """The state at the end of a call, and the pictures that replace those in it."""
 
     state: State
-    images: Any  # None if the blocks make none
+    images: object  # None if the blocks make none
     template: object = None
 
     def output(self, names: object) -> Any:
@@ -166,7 +166,7 @@ class BlocksResult:
         )
 
 
-def asked_for(result: object, arguments: Mapping[str, object]) -> Any:
+def asked_for(result: object, arguments: Mapping[str, object]) -> object:
     """Return what the call of a pipeline returns: of a modular one, what it names in `output=`."""
     if isinstance(result, BlocksResult):
         return result.output(arguments.get("output"))
@@ -222,7 +222,7 @@ class ObservedLoop:
             state.values.update(zip(names, changed, strict=True))
         return self._block(components, state)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(vars(self)["_block"], name)
 
 

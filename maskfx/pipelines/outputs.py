@@ -9,9 +9,10 @@ import numpy as np
 from torch import Tensor
 
 from maskfx.pipelines.deferred import force_all
+from maskfx.pipelines.masks import Pictures
 
 
-def single_pictures(images: Any) -> list[Any]:
+def single_pictures(images: Pictures) -> list[Pictures]:
     """Return each image of a result."""
     if images is None:
         return []
@@ -31,7 +32,7 @@ def is_bare(result: object) -> bool:
     return isinstance(result, (Tensor, np.ndarray, list))
 
 
-def images_of(result: object) -> Any:
+def images_of(result: object) -> Pictures:
     if is_bare(result):
         return result
     if isinstance(result, tuple):
@@ -46,7 +47,7 @@ def name_of_images(result: object) -> str:
     return "image" if hasattr(result, "image") and not hasattr(result, "images") else "images"
 
 
-def with_images(result: Any, change: Callable[[Any], Any]) -> Any:
+def with_images(result: object, change: Callable[[Pictures], object]) -> Any:
     """Return the pipeline's result with its images changed."""
     images = images_of(result)
     if images is None:

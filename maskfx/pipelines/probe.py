@@ -130,7 +130,7 @@ class EncodeProbe:
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self.maskfx_part, name, value)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.maskfx_part(*args, **kwargs)
 
     @property  # type: ignore[misc]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
+
+Known = TypeVar("Known")
 
 KNOWN = 4096  # entries of each in-memory table of templates; the oldest are evicted
 SELDOM = 64  # maximum number of requests between two attempts at a template that failed
@@ -58,7 +60,7 @@ class RecordingAttempts:
         self.failed.clear()
 
 
-def trim(known: dict[str, Any], may_go: Callable[[Any], bool] = lambda _: True) -> None:
+def trim(known: dict[str, Known], may_go: Callable[[Known], bool] = lambda _: True) -> None:
     """Evict the oldest entries beyond KNOWN, and an eighth of KNOWN more."""
     if len(known) <= KNOWN:
         return

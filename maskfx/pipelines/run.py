@@ -82,7 +82,7 @@ class DenoiserCall:
     inputs: dict[str, object]
     steps: int | None = None  # number of steps of the run, if known
     times: Times = ()  # scheduler times, if the handler reads them
-    values: Sequence[Any] | None = None
+    values: Sequence[object] | None = None
     result: object = None
     error: Exception | None = None
     sites: int = 0  # number of sites that its steps compute, all samples together
@@ -139,7 +139,7 @@ class DenoiserCall:
             for i in range(count)
         ]
 
-    def _late(self, value: Any) -> Any:
+    def _late(self, value: Any) -> object:
         """Return a tensor that waits, for a value that another call is computing elsewhere."""
         calls = [] if is_ready(value) else pending_sources(value)
         running = [call for call in calls if isinstance(call, DenoiserCall) and call.running]
@@ -164,7 +164,7 @@ class DenoiserCall:
             position, self.denoiser, inputs, self.times, self.steps, self.adapters, late
         )
 
-    def answer(self, results: Sequence[Any]) -> None:
+    def answer(self, results: Sequence[object]) -> None:
         self.result = results[0] if len(results) == 1 else join_results(results)
         self.values = pytree.tree_leaves(self.result)
 
@@ -221,7 +221,7 @@ class PipelineRun:
             return False
         return True
 
-    def call(self, module: nn.Module, inputs: dict[str, object]) -> Any:
+    def call(self, module: nn.Module, inputs: dict[str, object]) -> object:
         """Handle a call of a stand-in; its result is deferred if its shape is known."""
         name = self._names[id(module)]
         if self._count.precedes(inputs):
@@ -266,7 +266,7 @@ class PipelineRun:
         call.inputs = own_inputs(call.inputs)
         return deferred_like(self.shapes[key], device_of(inputs), self.ledger, call)
 
-    def code(self, part: nn.Module, method: str, call: MethodCall) -> Any:
+    def code(self, part: nn.Module, method: str, call: MethodCall) -> object:
         """Return the result of an autoencoder's or encoder's call; None if it shall run itself."""
         if self.coding is None:
             return None

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from inspect import signature
 from itertools import chain, islice
 from math import isclose
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from torch import Tensor
 
@@ -36,7 +36,7 @@ class Schedule:
     count: int | None  # number of steps that are run, if the pipeline reports it
     lengths: list[int] = field(default_factory=list)  # of the times of each scheduler
 
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> dict[str, object]:
         return asdict(self)
 
     def difference(self, other: Schedule) -> str | None:

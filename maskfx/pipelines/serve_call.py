@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ NOTED = 0.5  # seconds of capture from which the first edit's cost names it
 CHANCES = 3  # attempts at an edit whose template loses entries during the run
 
 
-def serve_call(call: PipelineCall) -> Any:
+def serve_call(call: PipelineCall) -> object:
     """Run a call and return the pipeline's result."""
     with call.with_files() as running:
         return asked_for(run_call(running), call.arguments)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, get_args, get_type_hints
+from typing import Protocol, get_args, get_type_hints
 
 import torch
 from torch import nn
@@ -40,13 +40,13 @@ class CallReceiver(Protocol):
         """Return True if the run handles this module's calls, False if the module computes."""
         ...
 
-    def call(self, module: nn.Module, inputs: dict[str, object]) -> Any: ...
+    def call(self, module: nn.Module, inputs: dict[str, object]) -> object: ...
 
     def codes(self, autoencoder: nn.Module, method: str) -> bool:
         """Return True if `code` may return a result."""
         ...
 
-    def code(self, part: nn.Module, method: str, call: MethodCall) -> Any:
+    def code(self, part: nn.Module, method: str, call: MethodCall) -> object:
         """Return the result of an autoencoder's or encoder's call; None if it shall run itself."""
         ...
 
@@ -55,7 +55,7 @@ class CallReceiver(Protocol):
 class MethodCall:
     """A call of a part's own method."""
 
-    original: Callable[..., Any]
+    original: Callable[..., object]
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
 
@@ -168,8 +168,8 @@ class Hooks:
 class StandIn:
     """A stand-in: the `forward` it replaces, and the number of pipelines that use it."""
 
-    original: Callable[..., Any]
-    before: Callable[..., Any] | None  # the previous method in the module's __dict__, if any
+    original: Callable[..., object]
+    before: Callable[..., object] | None  # the previous method in the module's __dict__, if any
     users: int = 0
 
 
@@ -189,7 +189,7 @@ def install(module: nn.Module, method: str = "forward", denoises: bool = True) -
 def replace_method(
     module: nn.Module,
     method: str,
-    made: Callable[[nn.Module, StandIn], Callable[..., Any]],
+    made: Callable[[nn.Module, StandIn], Callable[..., object]],
 ) -> StandIn:
     """Give a module a method in place of its own, for as long as it has stand-ins."""
     standin = StandIn(getattr(module, method), module.__dict__.get(method))
@@ -245,7 +245,7 @@ def call_with_hooks_once(module: nn.Module, standin: StandIn) -> Callable[..., o
     original = standin.original
     computed = untraced(lambda: module in COMPUTED.get())
 
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         if computed():
             return module.forward(*args, **kwargs)
         return original(*args, **kwargs)
@@ -257,7 +257,7 @@ def state_without_stand_ins(module: nn.Module, standin: StandIn) -> Callable[[],
     """Return a `__getstate__`, from which copies and pickles of a module are made."""
     original = standin.original
 
-    def state() -> Any:
+    def state() -> object:
         found = original()
         if not isinstance(found, dict):
             return found  # the module decides what its copies have
@@ -281,7 +281,7 @@ def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., ob
         return run.call(module, named_arguments(signature, args, kwargs))
 
     @functools.wraps(original)
-    def forward(*args: object, **kwargs: object) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         found = dispatch(args, kwargs)
         return original(*args, **kwargs) if found is COMPUTES else found
 

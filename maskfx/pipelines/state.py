@@ -15,6 +15,7 @@ from maskfx.ir.module_settings import KnownSettings, RunSettings, Switches
 from maskfx.pipelines.encoder_cache import Encoders
 from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.lora_files import LoraTarget
+from maskfx.pipelines.masks import Pictures
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.run import Execute, Shapes
@@ -41,7 +42,7 @@ class Template:
     """A recorded run; pass it, or its image, to later calls."""
 
     name: str
-    images: Any = None
+    images: Pictures = None
 
     def __repr__(self) -> str:
         return f"Template({self.name})"
@@ -63,7 +64,7 @@ class CallOptions:
 class PipelineState:
     """State shared by all calls of one pipeline."""
 
-    call: Callable[..., Any]  # the original __call__ of the pipeline's class
+    call: Callable[..., object]  # the original __call__ of the pipeline's class
     denoisers: dict[str, CompiledDenoiser]
     library: TemplateLibrary
     quality: Quality

@@ -41,7 +41,7 @@ NOTHING = 64  # pixels per side of an empty image
 
 def bind_arguments(
     call: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a pipeline call's arguments by name, without defaults."""
     signature = inspect.signature(call)
     try:
@@ -120,7 +120,7 @@ def recording_arguments(
 
 def texts_for_states(
     arguments: Mapping[str, Any], accepted: Collection[str], several: bool
-) -> Mapping[str, Any]:
+) -> Mapping[str, object]:
     """Return arguments with texts in place of text states, so that both have the same template.
 
     Unchanged where the call has no such states, or where the pipeline accepts no such text.

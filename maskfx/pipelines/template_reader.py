@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -164,7 +163,7 @@ class TemplateReader:
         return position
 
 
-def is_on_device(inputs: Mapping[str, Any]) -> bool:
+def is_on_device(inputs: Mapping[str, object]) -> bool:
     """Return True if a tensor among a call's arguments isn't in host memory."""
     leaves = pytree.tree_leaves(dict(inputs))
     return any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves)

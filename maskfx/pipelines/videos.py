@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from maskfx.pipelines.masks import is_picture, overlay_one
+from maskfx.pipelines.masks import Pictures, is_picture, overlay_one
 
 Grid = tuple[int, tuple[int, int]]  # frames, and the rows and columns of each
+
+Frame = TypeVar("Frame")
 
 VIDEO = "video"
 LENGTHS = ("num_frames", "video_length", "frames", VIDEO, "control_video")
@@ -30,7 +32,7 @@ def mask_parameter(parameters: Collection[str]) -> str | None:
     return next((name for name in names if name in parameters), None)
 
 
-def frame_masks(given: Any) -> Any:
+def frame_masks(given: Pictures) -> Pictures:
     """Return a mask of a video as a list of masks, if it is an array with frames."""
     if not isinstance(given, (Tensor, np.ndarray)):
         return given
@@ -96,7 +98,7 @@ class VideoMask:
         return next(found, 2)
 
 
-def length_of(arguments: Mapping[str, Any], defaults: Mapping[str, Any], masks: int) -> int:
+def length_of(arguments: Mapping[str, object], defaults: Mapping[str, object], masks: int) -> int:
     """Return the number of frames that a call makes; 1 if it isn't known."""
     named = {**defaults, **{name: value for name, value in arguments.items() if value is not None}}
     for name in LENGTHS:
@@ -134,13 +136,15 @@ def is_video(value: object) -> bool:
     return value.shape[-3] in (1, 3) or value.dim() == 5 and value.shape[1] in (1, 3)
 
 
-def frames_first(given: Any) -> Any:
+def frames_first(given: Pictures) -> Pictures:
     """Return videos with their frames before the channels of each, which may stand before them."""
     turned = isinstance(given, Tensor) and given.dim() == 5 and given.shape[2] not in (1, 3)
     return given.transpose(1, 2) if turned and given.shape[1] in (1, 3) else given
 
 
-def overlay_video(frames: Any, original: Any, masks: Sequence[Tensor], feather: int) -> Any:
+def overlay_video(
+    frames: Pictures, original: Pictures, masks: Sequence[Tensor], feather: int
+) -> Pictures:
     """Replace the pixels of videos outside the mask by the original's, unchanged.
 
     Args:
@@ -167,7 +171,7 @@ def overlay_video(frames: Any, original: Any, masks: Sequence[Tensor], feather: 
     )
 
 
-def videos_of(given: Any) -> Sequence[Any]:
+def videos_of(given: Pictures) -> Sequence[Pictures]:
     """Return each video of what may be one or several."""
     if isinstance(given, (list, tuple)) and given and isinstance(given[0], (list, tuple)):
         return given
@@ -175,7 +179,7 @@ def videos_of(given: Any) -> Sequence[Any]:
     return list(frames_first(given)) if several else [given]
 
 
-def frames_of(given: Any) -> Sequence[Any]:
+def frames_of(given: Pictures) -> Sequence[Pictures]:
     """Return the frames of a video, or of the first of several; a picture counts as one."""
     video = videos_of(given)[0]
     if isinstance(video, (list, tuple)):
@@ -184,6 +188,6 @@ def frames_of(given: Any) -> Sequence[Any]:
     return list(video) if several else [video]
 
 
-def at(values: Sequence[Any], index: int) -> Any:
+def at(values: Sequence[Frame], index: int) -> Frame:
     """Return the value for a frame; the last one for those after it."""
     return values[min(index, len(values) - 1)]

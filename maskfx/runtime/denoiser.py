@@ -64,7 +64,7 @@ class CompiledDenoiser:
         module: nn.Module,
         settings: Settings,
         roles: Mapping[str, Roles] | None = None,
-        example_inputs: Mapping[str, Any] | None = None,
+        example_inputs: Mapping[str, object] | None = None,
         loader: Loader | None = None,
         link: Loader | None = None,
     ) -> None:
@@ -143,7 +143,7 @@ class CompiledDenoiser:
 
     @torch.no_grad()
     def alike(
-        self, calls: Sequence[Mapping[str, Any]], adapters: Sequence[Updates] = ()
+        self, calls: Sequence[Mapping[str, object]], adapters: Sequence[Updates] = ()
     ) -> list[CallGroup]:
         """Group the dense calls that the module can answer in one call, each with its adapters."""
         self._changes.follow()
@@ -173,14 +173,14 @@ class CompiledDenoiser:
 
     def record(self, **inputs: object) -> tuple[Any, StepCache]:
         """Run a dense step and return its output and a cache for edits of this step."""
-        result: tuple[Any, StepCache] = self.step([RecordStep(inputs)])[0]
+        result: tuple[object, StepCache] = self.step([RecordStep(inputs)])[0]
         return result
 
     def edit(self, steps: Sequence[EditStep]) -> list[Any]:
         """Run one ragged batch of edits; return one output of full shape per member."""
         return self.step(steps)
 
-    def batch(self, inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
+    def batch(self, inputs: Sequence[Mapping[str, object]]) -> list[Any]:
         """Compute all sites of every member in one ragged batch; sizes may differ."""
         return self.step([DenseStep(i) for i in inputs])
 
@@ -270,7 +270,7 @@ class CompiledDenoiser:
         """Yield what `members` does, with the members' numbers in `steps`."""
         yield from self._batches.groups(self._validator.calls(steps))
 
-    def mask_shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
+    def mask_shape(self, inputs: Mapping[str, object]) -> tuple[int, ...]:
         """Return a mask's shape: (height, width) of the latent, frames first, or (tokens,)."""
         with self._lock:
             self._changes.choose()

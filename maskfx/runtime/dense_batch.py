@@ -28,7 +28,7 @@ from maskfx.runtime.lora.layers import AdapterSet
 FORMS = 64  # forms kept: shapes whose roles needn't be inferred again
 TRIES = 3  # attempts of a proof that is inconclusive
 
-Inputs = Mapping[str, Any]
+Inputs = Mapping[str, object]
 Pair = tuple[AdapterSet | None, AdapterSet | None]
 
 
@@ -105,7 +105,7 @@ class DenseBatcher:
                 mates.add(number, call, own)
         return [part for group in groups for part in self._parts(group)]
 
-    def run(self, group: CallGroup) -> list[Any]:
+    def run(self, group: CallGroup) -> list[object]:
         """Run the module once for all calls of a group."""
         return self._run(group.calls, group.adapters)
 
@@ -153,7 +153,7 @@ class DenseBatcher:
 
     def _run(
         self, calls: Sequence[ShapedCall], adapters: Sequence[AdapterSet | None] = ()
-    ) -> list[Any]:
+    ) -> list[object]:
         form = calls[0].form
         columns = zip(*(call.values for call in calls), strict=True)
         values = [

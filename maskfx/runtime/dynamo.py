@@ -163,7 +163,7 @@ def picture_rank(name: str) -> int:
 
 
 def as_module(
-    gm: fx.GraphModule, signature: GraphSignature, state: Mapping[int, Any], free_batch: bool
+    gm: fx.GraphModule, signature: GraphSignature, state: Mapping[int, object], free_batch: bool
 ) -> fx.GraphModule:
     """Return the graph as a module over its weights and numbers, with named arguments.
 
@@ -284,7 +284,7 @@ def scalar_steps(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], set[fx.Node]]
 
 
 def same_call(
-    module: fx.GraphModule, gm: fx.GraphModule, signature: GraphSignature, values: Sequence[Any]
+    module: fx.GraphModule, gm: fx.GraphModule, signature: GraphSignature, values: Sequence[object]
 ) -> bool:
     """Return True if the module's outputs equal the graph's."""
     with torch.no_grad():

@@ -32,7 +32,7 @@ class Editing:
     recorded: list[StepCache] = field(default_factory=list)
 
     def run(
-        self, denoiser: Editable, inputs: Mapping[str, Any], own: set[str] | None = None
+        self, denoiser: Editable, inputs: Mapping[str, object], own: set[str] | None = None
     ) -> Any:
         """Record, or edit with the first cache whose program is in `own`, else the first cache."""
         if self.mask is not None:

@@ -66,7 +66,7 @@ class BatchExecutor:
 
     def run(
         self, program: Program, calls: Sequence[ValidatedCall], split: Split | None = None
-    ) -> list[Any]:
+    ) -> list[object]:
         """Run calls of this program and return one result per call.
 
         Calls on one device form one batch. Members with equal numbers of active sites are adjacent
@@ -74,7 +74,7 @@ class BatchExecutor:
         """
         self.derived.follow(program)
         members = self.members(program, calls)
-        results: list[Any] = [None] * len(calls)
+        results: list[object] = [None] * len(calls)
         kept = choose_first(program.interface, members)
         for number in kept:
             results[number] = recorded_output(calls[number])
@@ -117,7 +117,7 @@ class BatchExecutor:
         calls: Sequence[ValidatedCall],
         members: Sequence[Member],
         split: Split | None,
-    ) -> list[Any]:
+    ) -> list[object]:
         self._give(calls, members)
         frame = self._frame(program, members)
         written = {i: m.written for i, m in enumerate(members) if m.written is not None}

@@ -105,7 +105,7 @@ class GraphRuns:
         with adapted([(1, batch.inside)]):
             return self._run(batch)
 
-    def _run(self, batch: Batch) -> Any:
+    def _run(self, batch: Batch) -> object:
         if batch.frame.by_stretch:
             fetch = self._watched(self._timed(batch.frame.fetch(batch.members)))
             result = self.by_stretch.run(batch.program, batch.frame, batch.members, fetch)
@@ -173,14 +173,16 @@ class GraphRuns:
 
     def _replayed(
         self, batch: Batch, packed: frozenset[str], loading: LoadedRows | None = None
-    ) -> Any:
+    ) -> object:
         """Run a graph from a capture, with rows that are at hand; None if it isn't captured."""
         make = partial(self._runner, batch, packed, pieces=False)
         return self.replays.whole(batch.program, make, batch.frame, batch.members, loading)
 
     # Otherwise.
 
-    def _run_graph(self, batch: Batch, packed: frozenset[str], loading: LoadedRows | None) -> Any:
+    def _run_graph(
+        self, batch: Batch, packed: frozenset[str], loading: LoadedRows | None
+    ) -> object:
         """Run a graph, with inputs fetched when it reads them."""
         frame, members = batch.frame, batch.members
         runner = self._runner(batch, packed)

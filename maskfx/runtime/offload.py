@@ -9,7 +9,7 @@ and group offloading) act in the middle of its forward; such a module runs as a 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -23,7 +23,15 @@ WHOLE = (
 )
 
 
-def whole_hook(module: nn.Module) -> Any:
+class WholeHook(Protocol):
+    """A hook that moves a whole module before its forward."""
+
+    execution_device: int | str | torch.device | None
+
+    def pre_forward(self, module: nn.Module) -> object: ...
+
+
+def whole_hook(module: nn.Module) -> WholeHook | None:
     """Return the hook that moves the whole module to its device, or None."""
     hook = getattr(module, "_hf_hook", None)
     places = [(sys.modules.get(where), name) for where, name in WHOLE]

@@ -69,8 +69,8 @@ class ProgramCache:
 
     def serving(
         self,
-        inputs: dict[str, Any],
-        values: list[Any],
+        inputs: dict[str, object],
+        values: list[object],
         spec: pytree.TreeSpec,
         single: bool = False,
     ) -> Compilation:
@@ -148,7 +148,7 @@ class ProgramCache:
     def _first_serving(
         self,
         among: Iterable[Compilation],
-        values: list[Any],
+        values: list[object],
         spec: pytree.TreeSpec,
         single: bool,
     ) -> Compilation | None:
@@ -170,7 +170,7 @@ class ProgramCache:
             raise disagreement
         return None
 
-    def _shares(self, values: list[Any]) -> bool:
+    def _shares(self, values: list[object]) -> bool:
         """Return True if captures may serve equal modules, and theirs this one."""
         dense = self.settings.mode == "dense"
         return not dense and self._files is None and not has_meta(self.module, values)
@@ -224,7 +224,7 @@ class ProgramCache:
 
     def _compiled(
         self,
-        inputs: dict[str, Any],
+        inputs: dict[str, object],
         attempt: bool = True,
         single: bool = False,
         fixed: bool = False,
@@ -337,7 +337,7 @@ class ProgramCache:
         self,
         compilation: Compilation,
         program: Program,
-        values: list[Any],
+        values: list[object],
         spec: pytree.TreeSpec,
         sizes: dict[str, int],
     ) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from maskfx.compiler.artifact.artifact import UnreadableArtifact, load, save, write_whole
 from maskfx.compiler.artifact.graphs import weights_of
@@ -30,6 +30,7 @@ from maskfx.compiler.artifact.plain import Unsavable
 from maskfx.compiler.capture.roles import Roles
 from maskfx.compiler.compile import Compilation
 from maskfx.config import Settings
+from maskfx.runtime.proof import Size
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class ProgramFiles:
                 found.capture.verdicts[as_key(key)] = verdict
             yield found
 
-    def programs(self) -> dict[Any, str]:
+    def programs(self) -> dict[Size, str]:
         """Return what was found wrong with programs at which sizes; "" for nothing."""
         return {tuple(key): wrong for key, wrong in self._verdicts().get("programs", [])}
 
@@ -109,7 +110,7 @@ class ProgramFiles:
         with suppress(OSError):  # another process removes folders too
             self._remove_old()
 
-    def note(self, every: list[Compilation], programs: dict[Any, str]) -> None:
+    def note(self, every: list[Compilation], programs: dict[Size, str]) -> None:
         """Write what was verified since the last call, if there is anything."""
         captures = {
             self._saved[id(one)]: {
@@ -134,7 +135,7 @@ class ProgramFiles:
         except OSError as error:
             log.warning("verdicts can't be saved to %s: %s", self.folder, error)
 
-    def _weights(self) -> dict[str, Any]:
+    def _weights(self) -> dict[str, Tensor]:
         """Return the weights that the module had before its first call."""
         now = weights_of(self.module)
         return {name: now[name] for name in self._names if name in now}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import fx
@@ -74,7 +73,7 @@ class Replays:
         frame: Frame,
         members: Sequence[Member],
         loading: LoadedRows | None,
-    ) -> Any:
+    ) -> object:
         """Run the graph of a replayed program from a capture; return None if it isn't captured."""
         steps = self._steps_on(frame.device)
         if steps is None:

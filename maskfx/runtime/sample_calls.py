@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +63,7 @@ class SampleCalls:
     # Arguments.
 
     def split(
-        self, inputs: Inputs, values: Sequence[Any], compilation: Compilation
+        self, inputs: Inputs, values: Sequence[object], compilation: Compilation
     ) -> tuple[ValidatedInputs, ...]:
         """Return each sample's arguments; () if the call runs as a whole.
 
@@ -149,7 +148,7 @@ class SampleCalls:
             replace(call, step=step, inputs=one) for step, one in zip(steps, samples, strict=True)
         ]
 
-    def joined(self, call: ValidatedCall, results: Sequence[Any]) -> Any:
+    def joined(self, call: ValidatedCall, results: Sequence[object]) -> object:
         """Return the result of a call from those of its parts (`calls`)."""
         if not call.inputs.samples:
             return results[0]

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, MutableMapping, Sequence
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from maskfx.runtime.tensor_transport import (
 )
 
 KNOWN, NEW, VIEW = "known", "new", "view"
+Referral = tuple[Any, ...]  # KNOWN, NEW or VIEW, a tensor's number, and what makes it
+Gone: TypeAlias = "weakref.finalize[[Hashable], Tensor]"
 
 
 class Packed:
@@ -53,7 +55,7 @@ class TensorSender:
 
     def __init__(self) -> None:
         # number and version of each tensor that the other end holds
-        self._numbers: MutableMapping[Tensor, tuple[Hashable, int, Any]] = WeakIdKeyDictionary()
+        self._numbers: MutableMapping[Tensor, tuple[Hashable, int, Gone]] = WeakIdKeyDictionary()
         self._count = itertools.count()
         self._fresh: list[Tensor] = []  # numbered by the last message
         self._dropped: deque[Hashable] = deque()
@@ -97,7 +99,7 @@ class TensorSender:
         self._numbers.clear()
         self._dropped.clear()
 
-    def _reference(self, value: Tensor) -> tuple[Any, ...] | None:
+    def _reference(self, value: Tensor) -> Referral | None:
         known = self._numbers.get(value)
         if known is not None and known[1] == value._version:
             return KNOWN, known[0]
@@ -146,7 +148,7 @@ class TensorHolder:
     def pack(self, value: object, kept: Collection[int] = ()) -> Packed:
         """Return a value as a message; hold and number the tensors whose ids are in `kept`."""
 
-        def reference(tensor: Tensor) -> tuple[Any, ...] | None:
+        def reference(tensor: Tensor) -> Referral | None:
             if id(tensor) not in kept:
                 return None
             number = (self._name, next(self._count))
@@ -173,7 +175,7 @@ class TensorHolder:
         return found.as_strided(shape, stride, offset)
 
 
-Reference = Callable[[Tensor], tuple[Any, ...] | None]
+Reference = Callable[[Tensor], Referral | None]
 
 
 class ReferringPickler(TensorPickler):
@@ -182,9 +184,9 @@ class ReferringPickler(TensorPickler):
     def __init__(self, reference: Reference, stream: io.BytesIO, **options: Any) -> None:
         super().__init__(stream, **options)
         self._reference = reference
-        self._done: dict[int, tuple[Tensor, tuple[Any, ...] | None]] = {}
+        self._done: dict[int, tuple[Tensor, Referral | None]] = {}
 
-    def persistent_id(self, value: object) -> Any:
+    def persistent_id(self, value: object) -> object:
         if type(value) is not Tensor or value.nbytes < SMALL or not is_plain(value):
             return None
         found = self._done.get(id(value))
@@ -203,7 +205,7 @@ class ReferringUnpickler(pickle.Unpickler):
         self._received = received
         self._done: dict[Hashable, Tensor] = {}
 
-    def persistent_load(self, reference: tuple[Any, ...]) -> Tensor:
+    def persistent_load(self, reference: Referral) -> Tensor:
         kind, number, *_ = reference
         if kind == KNOWN and number in self._done:
             return self._done[number]
@@ -224,7 +226,7 @@ def packed(value: object, reference: Reference) -> Packed:
     return Packed(pack(value, partial(ReferringPickler, reference)))
 
 
-def unpacked(message: Packed, received: Callable[..., Tensor]) -> Any:
+def unpacked(message: Packed, received: Callable[..., Tensor]) -> object:
     try:
         return ReferringUnpickler(message.parts, received).load()
     except Exception as error:

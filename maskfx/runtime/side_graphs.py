@@ -34,7 +34,7 @@ class SideMemo:
         owner: int,
         batch: int,
         adapters: AdapterSet | None = None,
-    ) -> Sequence[Any]:
+    ) -> Sequence[object]:
         key: list[Hashable] = [owner, batch, None if adapters is None else adapters.key]
         held = []
         tensors = [values[i] for i in side.used if isinstance(values[i], Tensor)]
@@ -48,7 +48,7 @@ class SideMemo:
             else:
                 key.append(tuple(value.shape) if isinstance(value, Tensor) else value)
 
-        def run() -> tuple[list[object], Sequence[Any]]:
+        def run() -> tuple[list[object], Sequence[object]]:
             return [*held, adapters], run_side(side, capture, values, adapters)
 
         return self.kept.find(tuple(key), run)[1]
@@ -65,7 +65,7 @@ def run_side(
         return _run_side(side, capture, values)
 
 
-def _run_side(side: SideGraph, capture: Capture, values: Sequence[Any]) -> Sequence[Any]:
+def _run_side(side: SideGraph, capture: Capture, values: Sequence[Any]) -> Sequence[object]:
     fixed = capture.fixed_batch
     batch = next(
         (
@@ -76,7 +76,7 @@ def _run_side(side: SideGraph, capture: Capture, values: Sequence[Any]) -> Seque
         1,
     )
     if fixed is None or fixed == batch or not side.lanes:
-        results: Sequence[Any] = side.module(*values)
+        results: Sequence[object] = side.module(*values)
         return results
     runs = [side.module(*group) for group in groups_of(capture.leaves, values, fixed)]
     joined = []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
 
 from torch import nn
 
@@ -45,7 +44,7 @@ class StepBatches:
         self._module, self._weights, self._cache = module, weights, cache
         self._samples, self._executor = samples, executor
 
-    def run(self, calls: Sequence[ValidatedCall], split: Split | None) -> list[Any]:
+    def run(self, calls: Sequence[ValidatedCall], split: Split | None) -> list[object]:
         """Run the calls, those that consist of calls of one sample as these."""
         each = [self._samples.calls(call) for call in calls]
         results = iter(self._run_parts([part for parts in each for part in parts], split))
@@ -56,7 +55,7 @@ class StepBatches:
 
     def _run_parts(self, calls: Sequence[ValidatedCall], split: Split | None) -> list[object]:
         """Run the calls of each program as one batch, and calls without a program one by one."""
-        results: list[Any] = [None] * len(calls)
+        results: list[object] = [None] * len(calls)
         # a split step waits unlocked, and the programs may change meanwhile
         batches: dict[str, tuple[Program, list[int]]] = {}
         for i, call in enumerate(calls):

@@ -42,7 +42,7 @@ class StepResults:
     fingerprint: Callable[[], str]
     _indices: dict[tuple[int, tuple[str, ...]], Tensor] = field(default_factory=dict)
 
-    def of(self, index: int) -> Any:
+    def of(self, index: int) -> object:
         """Return the output of a member, and its recording if it records."""
         call, member = self.calls[index], self.members[index]
         flat = [self._output(index, k, rows) for k, rows in enumerate(self.outputs)]

@@ -102,7 +102,7 @@ class EditStep:
         rows: Return the computed rows alone (`OutputRows`) in place of each output that has more.
     """
 
-    inputs: Mapping[str, Any]
+    inputs: Mapping[str, object]
     mask: Tensor
     cache: StepCache
     any_step: bool = False
@@ -122,7 +122,7 @@ class RecordStep:
     Ranks wait for each other's rows, so that a recording is exact.
     """
 
-    inputs: Mapping[str, Any]
+    inputs: Mapping[str, object]
     adapters: Updates = ()
 
 
@@ -133,7 +133,7 @@ class DenseStep:
     With `late`, ranks may read each other's rows of the step before.
     """
 
-    inputs: Mapping[str, Any]
+    inputs: Mapping[str, object]
     adapters: Updates = ()
     late: LateExchange | None = None
 
@@ -213,7 +213,7 @@ class ValidatedInputs:
         return found
 
     @cached_property
-    def constants(self) -> list[Any]:
+    def constants(self) -> list[object]:
         """Return the arguments that aren't tensors, among them the picture's sizes."""
         leaves = zip(self.compilation.capture.leaves, self.values, strict=True)
         return [v for leaf, v in leaves if not leaf.tensor and leaf.argument != "return_dict"]
@@ -236,7 +236,9 @@ class ValidatedInputs:
         assert spec is not None, "a capture without a graph has no results"
         return pytree.tree_unflatten(flat, spec)
 
-    def recording(self, output: list[Any], weights: str, given: Sequence[Any] = ()) -> StepCache:
+    def recording(
+        self, output: list[object], weights: str, given: Sequence[object] = ()
+    ) -> StepCache:
         """Return a recording of this call without rows; `given` are the inputs to keep."""
         return StepCache(
             self.program_code,
@@ -272,7 +274,9 @@ class ValidatedCall:
     regions: Mapping[int, Mask] = field(default_factory=dict)
     adapters: AdapterSet | None = None
 
-    def recording(self, output: list[Any], weights: str, given: Sequence[Any] = ()) -> StepCache:
+    def recording(
+        self, output: list[object], weights: str, given: Sequence[object] = ()
+    ) -> StepCache:
         """Return a recording of this call without rows; `given` are the inputs to keep."""
         found = self.inputs.recording(output, weights, given)
         found.adapters = () if self.adapters is None else self.adapters.digests

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -47,7 +46,9 @@ class StretchSteps:
 
     runners: dict[RunnerKey, StretchRunner] = field(default_factory=dict)
 
-    def run(self, program: Program, frame: Frame, members: Sequence[Member], fetch: Fetch) -> Any:
+    def run(
+        self, program: Program, frame: Frame, members: Sequence[Member], fetch: Fetch
+    ) -> object:
         """Run a batch; return what the program's graph that records does.
 
         Args:

@@ -29,7 +29,7 @@ class TensorPickler(pickle.Pickler):
         return rebuilt, contents(value)
 
 
-def contents(value: Tensor) -> tuple[Any, ...]:
+def contents(value: Tensor) -> tuple[object, ...]:
     """Return the arguments of `rebuilt` for a CPU tensor; its bytes aren't copied."""
     flat: Any = value.detach().contiguous().flatten().view(torch.uint8).numpy()
     return pickle.PickleBuffer(flat), value.dtype, tuple(value.shape)

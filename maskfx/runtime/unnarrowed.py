@@ -107,8 +107,8 @@ def masked(new: object, old: object, mask: Tensor) -> object:
 
 def edit_in_full(
     graph: MarkedGraph,
-    values: Sequence[Any],
-    recorded: Sequence[Any],
+    values: Sequence[object],
+    recorded: Sequence[object],
     mask: Mask,
     wanted: Sequence[object],
     adapters: AdapterPair = (None, None),
@@ -139,7 +139,7 @@ def graph_in_full(
     module: nn.Module,
     roles: Mapping[str, Roles] | None,
     compilation: Compilation,
-    values: Sequence[Any],
+    values: Sequence[object],
     spec: pytree.TreeSpec,
 ) -> MarkedGraph | None:
     """Return the captured graph for edits that run in full, if it gives the module's result.
@@ -170,11 +170,11 @@ def graph_in_full(
 
 def run_both(
     graph: MarkedGraph,
-    values: Sequence[Any],
-    recorded: Sequence[Any],
+    values: Sequence[object],
+    recorded: Sequence[object],
     mask: Mask,
     adapters: AdapterPair = (None, None),
-) -> list[Any]:
+) -> list[object]:
     """Run the graph on an edit's inputs and on the recorded ones, operator by operator."""
     sizes = [observed_sizes(graph.capture.leaves, v) for v in (values, recorded)]
     both = SitePair(*(ActiveSites(graph.pyramid, own, mask) for own in sizes))
@@ -222,7 +222,7 @@ class SitePair:
     def __init__(self, own: ActiveSites, old: ActiveSites) -> None:
         self.own, self.old = own, old
 
-    def at(self, node: fx.Node, now: Any, then: Any) -> object:
+    def at(self, node: fx.Node, now: object, then: Any) -> object:
         """Return the edit's value at active sites and the recorded one elsewhere."""
         several = lanes_of(node)
         if several is not None and isinstance(now, (tuple, list)):

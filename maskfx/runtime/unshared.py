@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from maskfx.runtime.batch.frame import MembersDiffer
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.steps import ValidatedCall
 
-Run = Callable[[Sequence[ValidatedCall], Sequence[Member]], list[Any]]
+Run = Callable[[Sequence[ValidatedCall], Sequence[Member]], list[object]]
 
 
 def run_shared(calls: Sequence[ValidatedCall], members: Sequence[Member], run: Run) -> list[object]:

@@ -329,7 +329,7 @@ def signature_of(module: nn.Module) -> inspect.Signature | None:
 
 
 def check_arguments(
-    module: nn.Module, signature: inspect.Signature | None, inputs: Mapping[str, Any]
+    module: nn.Module, signature: inspect.Signature | None, inputs: Mapping[str, object]
 ) -> None:
     """Check that the inputs fit the module's signature."""
     if signature is None:
@@ -343,7 +343,7 @@ def check_arguments(
         ) from error
 
 
-def expand_timesteps(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def expand_timesteps(inputs: Mapping[str, Any]) -> dict[str, object]:
     """Expand timesteps to one number per request: requests at different steps share a graph."""
     if not isinstance(inputs, Mapping):
         raise InputError(f"inputs must be a mapping of argument names, got {type(inputs).__name__}")

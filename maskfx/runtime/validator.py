@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +91,7 @@ class Validator:
         check_choice(step)
         return ValidatedCall(step, inputs, mask, self._regions(step, inputs, mask), adapters)
 
-    def inputs(self, given: Mapping[str, Any]) -> ValidatedInputs:
+    def inputs(self, given: Mapping[str, object]) -> ValidatedInputs:
         """Validate a call's arguments; the compilation that serves them is found or made."""
         open_objects(given)
         leaves = pytree.tree_leaves(dict(given)) if isinstance(given, Mapping) else []

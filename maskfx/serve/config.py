@@ -217,7 +217,7 @@ class Effective:
 
 
 def configure(
-    command_line: Mapping[str, Any],
+    command_line: Mapping[str, object],
     environment: Mapping[str, str] | None = None,
     file: Path | None = None,
 ) -> Effective:

@@ -9,6 +9,7 @@ May import: errors. Begin with `__init__.py`.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,12 @@ def reference(
     for part, kind in index.items():
         if kind == [None, None]:
             options.setdefault(part, None)
-    load: Any = diffusers.DiffusionPipeline.from_pretrained
+    load: Callable[..., Any] = diffusers.DiffusionPipeline.from_pretrained
     pipe = load(folder / name, **options)
     if net_folder is None:
         return pipe
     precision = {key: options[key] for key in ("dtype", "torch_dtype") if key in options}
-    read: Any = diffusers.ControlNetModel.from_pretrained
+    read: Callable[..., Any] = diffusers.ControlNetModel.from_pretrained
     net = read(net_folder, **precision)
     return diffusers.AutoPipelineForInpainting.from_pipe(pipe, controlnet=net, **precision)
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import maskfx
-from maskfx import DenseStep
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.dense_batch import TRIES, CallGroup, DenseBatcher
 from tests.factories.pipelines import PIPES, call_of, compiled, plain
@@ -217,7 +216,7 @@ def test_who_makes_a_shared_call_fail_fails_alone(monkeypatch: pytest.MonkeyPatc
         shared.append(len(group.numbers))
         raise torch.OutOfMemoryError("no room for two")
 
-    def strict(step: DenseStep) -> Any:
+    def strict(step: Any) -> Any:
         if step.inputs["sample"].isnan().any():
             raise ValueError("numbers")
         return original(step)

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -304,7 +303,7 @@ class ReadCapture(Capture):
     captured: str
     tensors: Tensors
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name != "module":
             raise AttributeError(name)
         with READING:

@@ -16,7 +16,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -111,7 +110,7 @@ class Followed:
 
 
 def plain_run(
-    module: torch.nn.Module, inputs: Mapping[str, Any], leaves: Sequence[Argument]
+    module: torch.nn.Module, inputs: Mapping[str, object], leaves: Sequence[Argument]
 ) -> PlainRun:
     """Run the module eagerly; reject results that aren't numbers.
 
@@ -121,7 +120,7 @@ def plain_run(
 
 
 def light_run(
-    module: torch.nn.Module, inputs: Mapping[str, Any], leaves: Sequence[Argument]
+    module: torch.nn.Module, inputs: Mapping[str, object], leaves: Sequence[Argument]
 ) -> PlainRun | None:
     """Run a twin of the module lightly; None if that isn't as good as a full run."""
     try:
@@ -137,7 +136,7 @@ def light_run(
 
 
 def full_run(
-    module: torch.nn.Module, inputs: Mapping[str, Any], leaves: Sequence[Argument]
+    module: torch.nn.Module, inputs: Mapping[str, object], leaves: Sequence[Argument]
 ) -> PlainRun:
     batch = observed_sizes(leaves, pytree.tree_leaves(dict(inputs)))["batch"]
     found = PlainRun([], [], lengths_.text_lengths(leaves, inputs), batch)
@@ -146,7 +145,7 @@ def full_run(
         found.answers.append(bool(asked.detach().reshape(()).bool().item()))
         return found.answers[-1]
 
-    def read(asked: Tensor, value_of: lengths_.Read) -> Any:
+    def read(asked: Tensor, value_of: lengths_.Read) -> object:
         value = value_of(asked)
         found.counts.append(lengths_.counts_of(value))
         return value
@@ -201,7 +200,7 @@ def going_by(
             followed.answers.append(answer)
             return answer
 
-        def read(numbers: Tensor, value_of: lengths_.Read) -> Any:
+        def read(numbers: Tensor, value_of: lengths_.Read) -> object:
             found = lengths_.as_lengths(next(counts, []), plain.lengths, lengths)
             if len(found) != numbers.numel():
                 return value_of(numbers)

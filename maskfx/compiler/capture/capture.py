@@ -47,7 +47,7 @@ CAPTURING = RLock()  # an export changes what the whole process shares: function
 
 def capture(
     module: torch.nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, object],
     roles: Mapping[str, roles_.Roles] | None = None,
     attempt: bool = True,
     single: bool = False,
@@ -142,7 +142,7 @@ class ExampleCall:
     """The call that a module is captured for: its arguments, flattened, and their sizes."""
 
     leaves: list[Argument]
-    values: Sequence[Any]
+    values: Sequence[object]
     spec: pytree.TreeSpec
     sizes: Sizes
 
@@ -246,7 +246,7 @@ def grids(sizes: Sizes) -> Iterator[Sizes]:
 
 def resize(
     leaves: Sequence[Argument], values: Sequence[Any], sizes: Sizes, wanted: Sizes
-) -> list[Any]:
+) -> list[object]:
     """Resize the arguments; the contents of the tensors don't matter for capture."""
     out = []
     for leaf, value in zip(leaves, values, strict=True):

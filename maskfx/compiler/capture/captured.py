@@ -213,7 +213,7 @@ def groups_of(
     return [with_batch(leaves, values, batch, start) for start in range(0, own, batch)]
 
 
-def joined(parts: Sequence[Any], wanted: object) -> Any:
+def joined(parts: Sequence[Any], wanted: object) -> object:
     """Join the groups' results into one result of the size of `wanted`."""
     first = parts[0]
     if not isinstance(first, torch.Tensor) or not isinstance(wanted, torch.Tensor):
@@ -231,7 +231,7 @@ def each_of(leaves: Sequence[Argument], values: Sequence[object]) -> int:
 
 def with_batch(
     leaves: Sequence[Argument], values: Sequence[Any], batch: int, start: int = 0
-) -> list[Any]:
+) -> list[object]:
     """Return the arguments of `batch` requests from `start`, the last one repeated as needed."""
     out = []
     for leaf, value in zip(leaves, values, strict=True):

@@ -88,7 +88,7 @@ class SymbolicSet(set[object], metaclass=_SetType):
         values = list(args[0]) if len(args) == 1 else []
         if not any(isinstance(value, torch.SymInt) for value in values):
             return builtins.set(values) if args else builtins.set()
-        found: list[Any] = []
+        found: list[object] = []
         for value in values:
             if not any(value == one for one in found):
                 found.append(value)
@@ -122,7 +122,7 @@ def symbolic_linspace(make: Callable[..., torch.Tensor]) -> Callable[..., torch.
     """Wrap torch.linspace so that a symbolic number of steps stays symbolic."""
 
     @functools.wraps(make)
-    def wrapped(start: Any, end: Any, steps: Any, **named: Any) -> torch.Tensor:
+    def wrapped(start: Any, end: Any, steps: object, **named: Any) -> torch.Tensor:
         numbers = isinstance(start, int | float) and isinstance(end, int | float)
         if not isinstance(steps, torch.SymInt) or not numbers or named.get("out") is not None:
             return make(start, end, steps, **named)
@@ -166,7 +166,7 @@ def few_numbers() -> Iterator[None]:
     """Refuse to list large tensors: export makes a symbol of each number, which takes minutes."""
     before = FakeTensor.tolist
 
-    def listed(self: FakeTensor) -> Any:
+    def listed(self: FakeTensor) -> object:
         shape = shape_hint(self)
         if math.prod(shape) > READ:
             raise CaptureError(f"Python reads all values of a tensor of {shape}, more than {READ}")
@@ -236,7 +236,7 @@ def export(
     The export fixes those that Python branches on.
     """
 
-    def dims(leaf: Argument, value: object) -> Any:
+    def dims(leaf: Argument, value: object) -> object:
         if not leaf.tensor:
             return Dim.AUTO if symbolic and type(value) is int and value > 1 else None
         fixed = ("", "frames")
@@ -259,7 +259,7 @@ def export(
     return program
 
 
-def nested(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+def nested(leaves: Sequence[object], spec: pytree.TreeSpec) -> Any:
     """Return leaves in the structure of a tree, with lists in place of its objects."""
     if spec.is_leaf():
         return leaves[0]
@@ -280,7 +280,7 @@ def equal_sizes(module: torch.nn.Module, leaves: Sequence[Argument]) -> Iterator
         values = pytree.tree_leaves(dict(kwargs))
         if len(values) != len(leaves):
             return
-        seen: dict[str, Any] = {}
+        seen: dict[str, object] = {}
         for leaf, value in zip(leaves, values, strict=True):
             shape = value.shape if isinstance(value, torch.Tensor) else ()
             for role, size in zip(leaf.roles, shape, strict=True) if shape else ():

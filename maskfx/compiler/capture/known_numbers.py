@@ -89,11 +89,11 @@ class KnownNumbers(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         named, name = kwargs or {}, getattr(func, "__name__", "")
         own = self.of(args[0]) if args else None
         if own is not None and name in READS:
@@ -113,8 +113,8 @@ class KnownNumbers(TorchFunctionMode):
         return own.item() if own is not None and own.ndim == 0 else value
 
     def _numbers(
-        self, name: str, own: Numbers | None, args: Sequence[Any], named: Mapping[str, Any]
-    ) -> Any:
+        self, name: str, own: Numbers | None, args: Sequence[Any], named: Mapping[str, object]
+    ) -> object:
         """Return the numbers in a function's result, or None."""
         if name == "scalar_tensor":
             return filled(args[0])

@@ -82,7 +82,7 @@ def text_lengths(leaves: Sequence[Argument], inputs: Mapping[str, object]) -> li
     values = pytree.tree_leaves(dict(inputs))
     if len(values) != len(leaves):
         raise CaptureError("under export its arguments have another structure")
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for leaf, value in zip(leaves, values, strict=True):
         for role, size in zip(leaf.roles, value.shape if leaf.tensor else (), strict=True):
             if role.startswith("text:"):

@@ -66,7 +66,7 @@ class LightProducts(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._open.close()
 
@@ -75,8 +75,8 @@ class LightProducts(TorchDispatchMode):
         func: OpOverload,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func in CONVOLUTIONS and max(args[1].shape[2:], default=1) > 1:
             self.convolved += args[0].numel()
@@ -109,8 +109,8 @@ class LightProducts(TorchDispatchMode):
     def _write(
         self,
         func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
         written: Sequence[Tensor],
     ) -> object:
         """Write nothing to values that weren't computed; other ones aren't known afterwards."""
@@ -170,7 +170,7 @@ def convolved_elements(module: nn.Module, inputs: Mapping[str, object]) -> int:
     return elements
 
 
-def fills_tables(module: nn.Module, inputs: Mapping[str, Any]) -> bool:
+def fills_tables(module: nn.Module, inputs: Mapping[str, object]) -> bool:
     """Return True if a call may fill tables of the module: by a light run, or for want of one."""
     try:
         twin = light_twin(module)

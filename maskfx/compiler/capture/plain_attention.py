@@ -10,14 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 DISPATCH, REGISTRY = "diffusers.models.attention_dispatch", "_AttentionBackendRegistry"
 XFORMERS = "xformers.ops"
-Attention = Callable[..., Any]
+Attention = Callable[..., object]
 
 
 @contextmanager
@@ -34,21 +33,21 @@ def plain_attention() -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def backends_of_diffusers() -> list[tuple[Any, str, Any]]:
+def backends_of_diffusers() -> list[tuple[object, str, object]]:
     """Return what to set so that each backend of diffusers is PyTorch's; nothing if there's none.
 
     Masks in a form that only one backend knows are left to it.
     """
     dispatch = sys.modules.get(DISPATCH)
-    registry: Any = getattr(dispatch, REGISTRY, None)
-    own: Mapping[Any, Attention] = getattr(registry, "_backends", {})
-    accepted: Mapping[Any, set[str]] = getattr(registry, "_supported_arg_names", {})
+    registry: object = getattr(dispatch, REGISTRY, None)
+    own: Mapping[object, Attention] = getattr(registry, "_backends", {})
+    accepted: Mapping[object, set[str]] = getattr(registry, "_supported_arg_names", {})
     native = getattr(getattr(dispatch, "AttentionBackendName", None), "NATIVE", None)
     if native not in own or own.keys() != accepted.keys():
         return []
 
-    def by_pytorch(backend: Any) -> Attention:
-        def attend(**given: Any) -> Any:
+    def by_pytorch(backend: object) -> Attention:
+        def attend(**given: object) -> object:
             mask = given.get("attn_mask")
             used = native if mask is None or isinstance(mask, Tensor) else backend
             return own[used](**{k: v for k, v in given.items() if k in accepted[used]})
@@ -63,7 +62,7 @@ def backends_of_diffusers() -> list[tuple[Any, str, Any]]:
     ]
 
 
-def function_of_xformers() -> list[tuple[Any, str, Any]]:
+def function_of_xformers() -> list[tuple[object, str, object]]:
     """Return what to set so that xformers' attention is PyTorch's; nothing if it isn't loaded."""
     module = sys.modules.get(XFORMERS)
     own: Attention | None = getattr(module, "memory_efficient_attention", None)
@@ -74,11 +73,11 @@ def function_of_xformers() -> list[tuple[Any, str, Any]]:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_bias: Any = None,
+        attn_bias: object = None,
         p: float = 0.0,
         scale: float | None = None,
-        **others: Any,
-    ) -> Any:
+        **others: object,
+    ) -> object:
         if not (attn_bias is None or isinstance(attn_bias, Tensor)) or query.dim() not in (3, 4):
             return own(query, key, value, attn_bias, p, scale, **others)
         heads = query.dim() == 4  # samples, tokens, heads, features; without heads if three

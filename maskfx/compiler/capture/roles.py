@@ -46,7 +46,7 @@ class Argument:
         return self.path.split(".")[0]
 
 
-def flatten(inputs: Mapping[str, Any]) -> tuple[list[str], list[Any], pytree.TreeSpec]:
+def flatten(inputs: Mapping[str, object]) -> tuple[list[str], list[Any], pytree.TreeSpec]:
     """Return paths, values and structure of the keyword arguments."""
     pairs, spec = pytree.tree_flatten_with_path(dict(inputs))
     return [path_name(p) for p, _ in pairs], [v for _, v in pairs], spec
@@ -66,7 +66,7 @@ def argument_order(module: torch.nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def infer(
-    module: torch.nn.Module, inputs: Mapping[str, Any], override: Mapping[str, Roles] | None
+    module: torch.nn.Module, inputs: Mapping[str, object], override: Mapping[str, Roles] | None
 ) -> list[Argument]:
     """Return the leaves of `inputs` with their roles."""
     paths, values, _ = flatten(inputs)

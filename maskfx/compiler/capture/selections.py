@@ -70,7 +70,7 @@ class Selection:
     def selected(self) -> Tensor:
         return self.select(self.source, self.mask)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.selected(), name)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -82,10 +82,10 @@ class Selection:
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
         args: Sequence[Any] = (),
-        named: dict[str, Any] | None = None,
+        named: dict[str, object] | None = None,
     ) -> Any:
         named = named or {}
         if func is torch.zeros_like and not named:
@@ -182,8 +182,8 @@ class Selections(TorchFunctionMode):
         func: Callable[..., Any],
         types: Sequence[type],
         args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         named = kwargs or {}
         if func is Tensor.__getitem__:
             source, index = args

@@ -36,7 +36,7 @@ class Twin:
     def __init__(self, module: nn.Module) -> None:
         self._parts = {id(part) for part in module.modules()}
         self._of: dict[int, Any] = {}
-        self._originals: list[Any] = []  # so that no identity is used again meanwhile
+        self._originals: list[object] = []  # so that no identity is used again meanwhile
         self.tensors: list[Tensor] = []
         self.module: nn.Module = self._copy(module)
         self._before = self._contents()
@@ -49,7 +49,7 @@ class Twin:
             for key, item in now.items()
         )
 
-    def _contents(self) -> list[dict[Any, Any]]:
+    def _contents(self) -> list[dict[object, Any]]:
         """Return the contents of each copy by name, key or place."""
         values = (made if type(made) in CONTAINERS else vars(made) for made in self._of.values())
         return [dict(v) if isinstance(v, dict) else dict(enumerate(v)) for v in values]
@@ -82,7 +82,7 @@ class Twin:
         except Exception as error:
             raise NoTwin(f"a {type(value).__name__} can't be copied: {error}") from error
 
-    def _container(self, value: Any) -> Any:
+    def _container(self, value: Any) -> object:
         made = self._note(value, type(value)())
         if isinstance(value, dict):
             made.update((key, self._copy(item)) for key, item in value.items())
@@ -108,7 +108,7 @@ class Twin:
         self._of[id(value)] = made
         return made
 
-    def _partial(self, value: partial[Any]) -> partial[Any]:
+    def _partial(self, value: partial[object]) -> partial[object]:
         """Return the function itself; refuse one that is given parts."""
         for item in (value.func, *value.args, *value.keywords.values()):
             if id(item) in self._parts or id(getattr(item, "__self__", None)) in self._parts:

@@ -59,14 +59,14 @@ class WholeModules:
     kept: list[Whole] = field(default_factory=list)
     _tried: set[type] = field(default_factory=set)
 
-    def add(self, error: BaseException, inputs: Mapping[str, Any]) -> bool:
+    def add(self, error: BaseException, inputs: Mapping[str, object]) -> bool:
         """Keep those modules whole in whose code the export failed; return True if there are any.
 
         The innermost module is tried first, then the ones around it.
         """
         return self._add(kinds_in(error.__traceback__, self.module), inputs)
 
-    def add_opaque(self, graph_module: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    def add_opaque(self, graph_module: nn.Module, inputs: Mapping[str, object]) -> bool:
         """Keep those modules whole whose nodes no rule can read, as `add` does.
 
         Their values have sizes that depend on data, or other packages define their operators.
@@ -78,7 +78,7 @@ class WholeModules:
                     return True
         return False
 
-    def _add(self, kinds: Sequence[type], inputs: Mapping[str, Any]) -> bool:
+    def _add(self, kinds: Sequence[type], inputs: Mapping[str, object]) -> bool:
         if has_meta(self.module, pytree.tree_leaves(inputs)):
             return False
         # one that is whole already isn't at fault: what it was given is
@@ -180,7 +180,7 @@ def has_unknown_size(node: fx.Node) -> bool:
     return any(isinstance(size, torch.SymInt) and size.node.hint is None for size in sizes)
 
 
-def observed(module: nn.Module, kind: type, inputs: Mapping[str, Any]) -> dict[nn.Module, Call]:
+def observed(module: nn.Module, kind: type, inputs: Mapping[str, object]) -> dict[nn.Module, Call]:
     """Run the module, and return the last call of each submodule of this class."""
     calls: dict[nn.Module, Call] = {}
 

@@ -198,7 +198,7 @@ class Pairs:
         return made
 
 
-def map_values(value: Any) -> Any:
+def map_values(value: Any) -> object:
     """Return complex values as pairs."""
     if isinstance(value, list | tuple):
         return type(value)(map_values(each) for each in value)

@@ -222,7 +222,7 @@ def known_values() -> Iterator[None]:
         return
     run = interpreter.run_node
 
-    def run_known(self: Any, node: fx.Node) -> Any:
+    def run_known(self: Any, node: fx.Node) -> object:
         if node.op != "call_function" or "val" not in node.meta:
             return run(self, node)
         with self._set_current_node(node):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, Protocol
 
 import torch
 import xxhash
@@ -25,6 +25,18 @@ FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # whichever way bytes are copi
 Place = tuple[int, int]  # the first byte of a weight, and how many there are
 
 
+class OnnxTensor(Protocol):
+    """A tensor of onnx_ir."""
+
+    @property
+    def dtype(self) -> object: ...
+
+    @property
+    def shape(self) -> Iterable[object]: ...
+
+    def tobytes(self) -> bytes: ...
+
+
 class WeightData:
     """Writes weights behind each other, and remembers where each is.
 
@@ -35,10 +47,11 @@ class WeightData:
 
     def __init__(self, path: Path, files: WeightFiles | None = None) -> None:
         self.path, self._files = path, files
-        self._seen: dict[Any, tuple[Tensor, Place]] = {}  # held, so that no address is used again
-        self._places: dict[Any, Place] = {}
+        # tensors are held, so that no address is used again
+        self._seen: dict[object, tuple[Tensor, Place]] = {}
+        self._places: dict[object, Place] = {}
 
-    def place(self, tensor: Any) -> Place:
+    def place(self, tensor: OnnxTensor) -> Place:
         """Return where a tensor of onnx_ir is in the file; write it if it isn't there."""
         raw = getattr(tensor, "raw", None)
         if not isinstance(raw, Tensor) or not raw.is_contiguous():
@@ -49,7 +62,7 @@ class WeightData:
             self._seen[key] = raw, self._placed(tensor, raw)
         return self._seen[key][1]
 
-    def _placed(self, tensor: Any, raw: Tensor) -> Place:
+    def _placed(self, tensor: OnnxTensor, raw: Tensor) -> Place:
         source = None if self._files is None else self._files.place_of(raw)
         if source is None:
             return self._by_content(tensor, bytes_of(raw))
@@ -57,7 +70,7 @@ class WeightData:
             self._places[source] = self._append(lambda file: copy_from(source, file))
         return self._places[source]
 
-    def _by_content(self, tensor: Any, data: bytes | memoryview) -> Place:
+    def _by_content(self, tensor: OnnxTensor, data: bytes | memoryview) -> Place:
         key = (xxhash.xxh3_128_hexdigest(data), str(tensor.dtype), tuple(tensor.shape))
         if key not in self._places:
             self._places[key] = self._append(lambda file: file.write(data))

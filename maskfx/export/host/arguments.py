@@ -11,6 +11,7 @@ import numpy as np
 from maskfx.errors import InputError, MissingRequest
 from maskfx.export.host.arrays import Array, dtype_of, name_of
 from maskfx.ir.grids import mask_shape
+from maskfx.ir.json_values import Document
 
 Sizes = dict[str, int]  # by role
 UNNAMED = "return_dict"  # the only constant that doesn't belong to a recording
@@ -27,10 +28,10 @@ class Arguments:
         constants: the arguments that aren't tensors.
     """
 
-    values: list[Any]
+    values: list[object]
     sizes: Sizes
     step: dict[str, Array]
-    constants: list[Any]
+    constants: list[object]
 
     @property
     def mask_shape(self) -> tuple[int, ...]:
@@ -38,7 +39,7 @@ class Arguments:
         return mask_shape(self.sizes)
 
 
-def check_arguments(manifest: Mapping[str, Any], given: Mapping[str, Any]) -> Arguments:
+def check_arguments(manifest: Document, given: Mapping[str, object]) -> Arguments:
     """Return the arguments of a call in the order of the manifest.
 
     Args:
@@ -70,7 +71,7 @@ def check_arguments(manifest: Mapping[str, Any], given: Mapping[str, Any]) -> Ar
     )
 
 
-def flattened(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(value: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield the leaves of nested arguments with their paths."""
     if isinstance(value, Mapping | list | tuple):
         parts = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -80,7 +81,7 @@ def flattened(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def batch_of(manifest: Mapping[str, Any], found: Mapping[str, Any]) -> int:
+def batch_of(manifest: Document, found: Mapping[str, Any]) -> int:
     """Return the batch size of the noisy picture."""
     for argument in manifest["arguments"]:
         if argument.get("latent"):
@@ -91,12 +92,12 @@ def batch_of(manifest: Mapping[str, Any], found: Mapping[str, Any]) -> int:
     return 1
 
 
-def role_of(manifest: Mapping[str, Any], dim: int | str) -> str:
+def role_of(manifest: Document, dim: int | str) -> str:
     """Return the role of an argument's dimension; "" for a fixed size."""
     return "" if isinstance(dim, int) else str(manifest["dimensions"][dim]["role"])
 
 
-def value_of(argument: Mapping[str, Any], found: Mapping[str, Any], batch: int) -> Any:
+def value_of(argument: Document, found: Mapping[str, object], batch: int) -> Any:
     """Return an argument as an array of its type, None for a constant.
 
     One number for a whole batch, such as a timestep, becomes one for each batch element.
@@ -130,7 +131,7 @@ def is_constant(value: object, wanted: object) -> bool:
     return type(value) is type(wanted) and value == wanted or str(value).endswith(str(wanted))
 
 
-def check_shapes(manifest: Mapping[str, Any], values: list[Any]) -> Sizes:
+def check_shapes(manifest: Document, values: list[Any]) -> Sizes:
     """Return the sizes of the arguments by role; raise an error where they disagree."""
     sizes: Sizes = {}
     seen: dict[str, str] = {}

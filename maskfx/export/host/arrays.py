@@ -8,18 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+DType = np.dtype[Any]
 Bools = NDArray[np.bool_]
 Index = NDArray[np.int64]
 
 BITS = np.dtype(np.uint16)  # bfloat16: the upper half of a float32
 
 
-def dtype_of(name: str) -> np.dtype[Any]:
+def dtype_of(name: str) -> DType:
     """Return the NumPy type that holds values of a type of the manifest."""
     return BITS if name == "bfloat16" else np.dtype(name)
 
 
-def name_of(dtype: np.dtype[Any]) -> str:
+def name_of(dtype: DType) -> str:
     return "bfloat16" if dtype == BITS else dtype.name
 
 
@@ -40,7 +41,7 @@ def wide(value: Array) -> Array:
     return value if value.dtype == np.float64 else value.astype(np.float32, copy=False)
 
 
-def converted(value: Array, dtype: np.dtype[Any]) -> Array:
+def converted(value: Array, dtype: DType) -> Array:
     """Return values in another type; to bfloat16 they are rounded to the nearest, ties to even."""
     if value.dtype == dtype:
         return value

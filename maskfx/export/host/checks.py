@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from maskfx.export.host.arguments import Arguments
 from maskfx.export.host.arrays import Bools
 from maskfx.export.host.layout import Layout
 from maskfx.export.host.recording import Recording
+from maskfx.ir.json_values import Document
 
 KEYS, STRETCH = "keys", "stretch"  # kinds of regions
 
@@ -26,7 +26,7 @@ def check_mask(name: str, mask: object, wanted: tuple[int, ...]) -> None:
 
 
 def check_edit(
-    manifest: Mapping[str, Any],
+    manifest: Document,
     arguments: Arguments,
     mask: Bools,
     recording: Recording,
@@ -73,7 +73,7 @@ def allowed(mask: Bools, ever: Bools, always: Bools) -> bool:
 
 
 def check_regions(
-    manifest: Mapping[str, Any],
+    manifest: Document,
     layout: Layout,
     mask: Bools,
     chosen: Mapping[int, Bools],
@@ -112,9 +112,7 @@ def check_regions(
     return regions
 
 
-def read_taps(
-    manifest: Mapping[str, Any], layout: Layout, region: int
-) -> tuple[set[str], set[str]]:
+def read_taps(manifest: Document, layout: Layout, region: int) -> tuple[set[str], set[str]]:
     """Return the taps that a region loads to project no keys, and those to project all keys."""
     keys: set[str] = set()
     inputs: set[str] = set()

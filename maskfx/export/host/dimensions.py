@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 from maskfx.errors import InputError
 from maskfx.export.host.arguments import scaled_size
@@ -12,9 +10,10 @@ from maskfx.export.host.layout import Axis, tupled
 from maskfx.export.host.rows import axis_size
 from maskfx.export.host.sites import Sites
 from maskfx.export.host.tables import BatchTables
+from maskfx.ir.json_values import Document
 
 
-def dimension_size(dimension: Mapping[str, Any], tables: BatchTables) -> int:
+def dimension_size(dimension: Document, tables: BatchTables) -> int:
     """Return the size of a dimension of rows, tables or requests in a batch."""
     layout = tables.layout
     match dimension["kind"]:
@@ -37,13 +36,13 @@ def dimension_size(dimension: Mapping[str, Any], tables: BatchTables) -> int:
     raise InputError(f"a dimension of kind {dimension['kind']!r} has no size in a batch")
 
 
-def pairs_of(dimension: Mapping[str, Any], sites: Sites) -> int:
+def pairs_of(dimension: Document, sites: Sites) -> int:
     """Return the entries of one request's attention mask."""
     queries = sum(map(sites.active_count, dimension["queries"])) if dimension["queries"] else 1
     return int(dimension["heads"]) * queries * sum(map(sites.count, dimension["keys"]))
 
 
-def call_size(dimension: Mapping[str, Any], sites: Sites, batch: int) -> int | None:
+def call_size(dimension: Document, sites: Sites, batch: int) -> int | None:
     """Return the size of a dimension of one call's full values; None if only a graph knows it."""
     match dimension["kind"]:
         case "role":

@@ -6,18 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import numpy as np
 
-from maskfx.export.host.arrays import Array, Index, converted, dtype_of
+from maskfx.export.host.arrays import Array, DType, Index, converted, dtype_of
 from maskfx.export.host.layout import Lane
 from maskfx.export.host.recording import Recording, rest_stats, rest_sum, rows_at
 from maskfx.export.host.rows import gathered
 from maskfx.export.host.sites import Sites
 from maskfx.export.host.tables import BatchTables
-
-Source = Mapping[str, Any]
+from maskfx.ir.json_values import Document
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Member:
 
     sites: Sites
     batch: int
-    given: Mapping[str, Sequence[Any]]
+    given: Mapping[str, Sequence[object]]
     recording: Recording | None = None
 
 
@@ -46,7 +44,7 @@ class Frame:
         members: the calls of the batch.
     """
 
-    manifest: Mapping[str, Any]
+    manifest: Document
     members: Sequence[Member]
     _stats: dict[tuple[tuple[str, ...], int], Array] = field(default_factory=dict)
 
@@ -60,7 +58,7 @@ class Frame:
         described = self.manifest["graphs"][graph]["inputs"]
         return {value["name"]: self.input(value) for value in described}
 
-    def input(self, described: Mapping[str, Any]) -> Array:
+    def input(self, described: Document) -> Array:
         """Return an input that the manifest describes, in its type."""
         source = described["source"]
         dtype = dtype_of(described["dtype"])
@@ -71,11 +69,11 @@ class Frame:
 
     # Full values and rows of the cache.
 
-    def _given(self, source: Source, name: str) -> Array:
+    def _given(self, source: Document, name: str) -> Array:
         values = self._values(source)
         return gathered(values, Lane.read(source["lane"]), self.tables, name)
 
-    def _values(self, source: Source) -> list[Array]:
+    def _values(self, source: Document) -> list[Array]:
         return [np.asarray(m.given[source["of"]][source["index"]]) for m in self.members]
 
     def _cached(self, tap: str, pick: Callable[[Sites], Index]) -> Array:
@@ -89,19 +87,19 @@ class Frame:
                 out.append(rows.reshape(-1, *kept["shape"]))
         return np.concatenate(out[1:] or out)
 
-    def _halo(self, source: Source, name: str) -> Array:
+    def _halo(self, source: Document, name: str) -> Array:
         window = source["window"]
         return self._cached(source["tap"], lambda sites: sites.window(window)[1])
 
-    def _rest(self, source: Source, name: str) -> Array:
+    def _rest(self, source: Document, name: str) -> Array:
         segments = source["segments"]
         return self._cached(source["tap"], lambda sites: sites.laid_out(segments, sites.rest))
 
-    def _loaded(self, source: Source, name: str) -> Array:
+    def _loaded(self, source: Document, name: str) -> Array:
         before, after = source["before"], source["after"]
         return self._cached(source["tap"], lambda sites: sites.missing(before, after))
 
-    def _rest_stats(self, source: Source, name: str) -> Array:
+    def _rest_stats(self, source: Document, name: str) -> Array:
         """Return one norm's part of the statistics, which those of one row set are made with."""
         taps, segments = self.manifest["taps"], source["segments"]
         groups = taps[source["tap"]]["groups"]
@@ -121,7 +119,7 @@ class Frame:
         active = sites.laid_out(images, sites.active)
         return rest_stats(member.recording.stats[key], active, rest)
 
-    def _rest_sum(self, source: Source, name: str) -> Array:
+    def _rest_sum(self, source: Document, name: str) -> Array:
         segments, out = source["segments"], []
         width = prod(self.manifest["taps"][source["tap"]]["shape"]) + 1
         for member in self.members:
@@ -136,7 +134,7 @@ class Frame:
 
     # Attention masks.
 
-    def _masks(self, source: Source) -> list[Array]:
+    def _masks(self, source: Document) -> list[Array]:
         """Return the (heads, queries, keys) mask of each request."""
         out = []
         for member, value in zip(self.members, self._values(source), strict=True):
@@ -149,10 +147,10 @@ class Frame:
                 out.append(picked(own, columns, 2))
         return out
 
-    def _pairs(self, source: Source, name: str) -> Array:
+    def _pairs(self, source: Document, name: str) -> Array:
         return np.concatenate([mask.reshape(-1) for mask in self._masks(source)])
 
-    def _pair_table(self, source: Source, dtype: np.dtype[Any]) -> Array:
+    def _pair_table(self, source: Document, dtype: DType) -> Array:
         """Return the masks of all requests in one table, as numbers, between zeros."""
         layout = self.tables.layout
         images = layout.images(source["keys"])
@@ -184,14 +182,14 @@ def picked(value: Array, index: Index, axis: int) -> Array:
     return np.broadcast_to(value, shape)
 
 
-def added(mask: Array, dtype: np.dtype[Any]) -> Array:
+def added(mask: Array, dtype: DType) -> Array:
     """Return what an attention mask adds to products."""
     if mask.dtype == bool:
         mask = np.where(mask, np.float32(0), np.float32(-np.inf))
     return converted(mask, dtype)
 
 
-MAKERS: dict[str, Callable[[Frame, Source, str], Array]] = {
+MAKERS: dict[str, Callable[[Frame, Document, str], Array]] = {
     "given": Frame._given,
     "owner": lambda frame, source, _: frame.tables.owners(source["segments"]),
     "rest_owner": lambda frame, source, _: frame.tables.rest_owners(source["segments"]),

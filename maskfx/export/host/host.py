@@ -25,6 +25,7 @@ from maskfx.export.host.recording import Recording, keep
 from maskfx.export.host.rows import own_parts, own_rows, placed
 from maskfx.export.host.sites import Sites
 from maskfx.export.manifest import check, read_manifest
+from maskfx.ir.json_values import Document
 
 Run = Callable[[str, Mapping[str, Array]], Sequence[Array]]  # graph, inputs -> outputs
 
@@ -42,7 +43,7 @@ class Edit:
         request: what `Host.request` computed from these arguments; computed again if left out.
     """
 
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     mask: Bools
     recording: Recording
     regions: Mapping[int, Bools] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Edit:
 class Record:
     """Computes all sites and records what later edits read."""
 
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     request: Sequence[Array] | None = None
 
 
@@ -82,11 +83,11 @@ class Host:
         """Return the host of the exported denoiser in a directory."""
         return Host(read_manifest(directory))
 
-    def request(self, arguments: Mapping[str, Any], run: Run) -> list[Array]:
+    def request(self, arguments: Mapping[str, object], run: Run) -> list[Array]:
         """Compute what depends on the request alone; it is the same in all steps of a request."""
         return self._side("side_request", check_arguments(self.manifest, arguments), run)
 
-    def dense(self, arguments: Mapping[str, Any], run: Run) -> list[Array]:
+    def dense(self, arguments: Mapping[str, object], run: Run) -> list[Array]:
         """Compute a call with the denoiser's own graph, without rows and recording."""
         self._graph("dense")
         return self._side("dense", check_arguments(self.manifest, arguments), run)
@@ -137,9 +138,7 @@ class Host:
             for n, call in enumerate(calls)
         ]
 
-    def _checked(
-        self, graph: str, described: Mapping[str, Any], value: object, frame: Frame
-    ) -> Array:
+    def _checked(self, graph: str, described: Document, value: object, frame: Frame) -> Array:
         """Return a graph's output; raise InputError if its shape isn't that of this batch."""
         found, table = np.asarray(value), self.manifest["dimensions"]
         wanted = [
@@ -176,7 +175,7 @@ class Host:
         frame: Frame,
         number: int,
         records: bool,
-        outputs: Mapping[str, tuple[Mapping[str, Any], Array]],
+        outputs: Mapping[str, tuple[Document, Array]],
         arguments: Arguments,
     ) -> Result:
         """Return a call's part of a graph's outputs: full results, and a recording."""
@@ -213,14 +212,14 @@ class Host:
 
     # Graphs that compute full values.
 
-    def _graph(self, name: str) -> Mapping[str, Any]:
+    def _graph(self, name: str) -> Document:
         graphs = self.manifest["graphs"]
         if name not in graphs:
             raise MissingRequest(
                 f"this export has no graph {name!r}, only {sorted(graphs)}; export the denoiser "
                 "with part='all'"
             )
-        found: Mapping[str, Any] = graphs[name]
+        found: Document = graphs[name]
         return found
 
     def _side(self, name: str, arguments: Arguments, run: Run) -> list[Array]:
@@ -238,7 +237,7 @@ class Host:
         lanes = [Lane.read(output["lane"] or []) for output in graph["outputs"]]
         return [joined(parts, lane, batch) for lane, *parts in zip(lanes, *runs, strict=True)]
 
-    def _whole(self, graph: Mapping[str, Any], values: Sequence[Any]) -> dict[str, Array]:
+    def _whole(self, graph: Document, values: Sequence[object]) -> dict[str, Array]:
         """Return the inputs of a graph of full values; a number is the length of its input."""
         found = {}
         for item in graph["inputs"]:
@@ -249,7 +248,7 @@ class Host:
             )
         return found
 
-    def _group(self, values: Sequence[Any], start: int, fixed: int) -> list[Any]:
+    def _group(self, values: Sequence[Any], start: int, fixed: int) -> list[object]:
         """Return the arguments of `fixed` batch elements from `start`, the last one repeated."""
         out = list(values)
         for number, argument in enumerate(self.manifest["arguments"]):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from maskfx.ir.grids import level_size
+from maskfx.ir.json_values import Document
 
 Size = tuple[int, int]  # height and width
 
@@ -113,7 +114,7 @@ class Lane:
     dims: tuple[tuple[Axis, ...], ...]
 
     @staticmethod
-    def read(document: Sequence[Sequence[Mapping[str, Any]]]) -> Lane:
+    def read(document: Sequence[Sequence[Document]]) -> Lane:
         return Lane(tuple(tuple(Axis(**tupled(axis)) for axis in dim) for dim in document))
 
     @cached_property
@@ -162,7 +163,7 @@ class Layout:
     windows: dict[str, Window]
 
     @staticmethod
-    def read(manifest: Mapping[str, Any]) -> Layout:
+    def read(manifest: Document) -> Layout:
         return Layout(
             tuple(Level(**tupled(level)) for level in manifest["levels"]),
             {name: Segment(**segment) for name, segment in manifest["segments"].items()},
@@ -174,5 +175,5 @@ class Layout:
         return tuple(name for name in segments if self.segments[name].is_image)
 
 
-def tupled(document: Mapping[str, Any]) -> dict[str, Any]:
+def tupled(document: Document) -> dict[str, Any]:
     return {name: tuple(v) if isinstance(v, list) else v for name, v in document.items()}

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from maskfx.errors import CacheError
-from maskfx.export.host.arrays import Array, Bools, Index, converted, is_float, wide
+from maskfx.export.host.arrays import Array, Bools, DType, Index, converted, is_float, wide
+from maskfx.ir.json_values import Document
 
 StatsKey = tuple[tuple[str, ...], int]  # segments, groups
 
@@ -26,7 +27,7 @@ class Packed:
     stored: Array
     scale: Array | None  # (batch, sites, parts of a row), in formats with scales
     shape: tuple[int, ...]  # of one site's features
-    dtype: np.dtype[Any]  # in full
+    dtype: DType  # in full
     halves: bool = False  # two 4-bit values in a byte
 
     def at(self, index: Index) -> Array:
@@ -157,7 +158,7 @@ class Recording:
     weights: str = ""
     rows: dict[str, Rows] = field(default_factory=dict)
     stats: dict[StatsKey, SiteStats] = field(default_factory=dict)
-    constants: list[Any] = field(default_factory=list)
+    constants: list[object] = field(default_factory=list)
     masks: tuple[Bools, Bools] | None = None
 
     def served_by(self, first: Recording, second: Recording, weight: float) -> Recording:
@@ -198,7 +199,7 @@ def site_stats(norms: Sequence[Array], groups: int) -> SiteStats:
     return SiteStats(values, total, np.stack(centres, 1), np.array(sizes))
 
 
-def keep(recording: Recording, taps: Mapping[str, Any], emitted: Mapping[str, Array]) -> None:
+def keep(recording: Recording, taps: Mapping[str, Document], emitted: Mapping[str, Array]) -> None:
     """Fill a recording with the image rows (batch, sites, ...) that a graph emitted, by tap.
 
     Args:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from maskfx.errors import CacheError
 from maskfx.export.host.arrays import Array, dtype_of
 from maskfx.export.host.recording import Packed, Recording, Rows, SiteStats, Subset, all_rows
+from maskfx.ir.json_values import Document
 
 MAGIC, VERSION = b"maskfx\r\n", 1
 HEADER = struct.Struct("<8sI32sQ16s")  # magic, version, key digest, length, XXH3-128
@@ -123,7 +123,7 @@ class _Reader:
         (length,) = LENGTH.unpack_from(payload)
         self._data = memoryview(payload)[LENGTH.size + length :]
         self._header = json.loads(payload[LENGTH.size : LENGTH.size + length])
-        self._document: dict[str, Any] = json.loads(self._header["__metadata__"]["maskfx"])
+        self._document: Document = json.loads(self._header["__metadata__"]["maskfx"])
 
     def recording(self) -> Recording:
         found = self._document
@@ -145,16 +145,16 @@ class _Reader:
             (masks[0], masks[1]) if masks else None,
         )
 
-    def stats(self, ref: Mapping[str, Any]) -> SiteStats:
+    def stats(self, ref: Document) -> SiteStats:
         total, centre, size = (self.tensor(ref[part]) for part in ("total", "centre", "size"))
         return SiteStats(self.rows(ref["values"]), total, centre, size)
 
-    def rows(self, ref: Mapping[str, Any]) -> Rows:
+    def rows(self, ref: Document) -> Rows:
         """Return rows in the form in which they were written."""
         rows = self._rows(ref)
         return Subset(rows, self.tensor(ref["sites"])) if "sites" in ref else rows
 
-    def _rows(self, ref: Mapping[str, Any]) -> Array | Packed:
+    def _rows(self, ref: Document) -> Array | Packed:
         shape, dtype, stored = ref["shape"], dtype_of(ref["dtype"]), self.raw(ref["at"])
         if ref["format"] == "keep":
             return stored.view(dtype).reshape(shape)
@@ -163,7 +163,7 @@ class _Reader:
         width = prod(shape[2:]) // (2 if halves else 1)
         return Packed(stored.reshape(*shape[:2], width), scale, tuple(shape[2:]), dtype, halves)
 
-    def tensor(self, ref: Mapping[str, Any]) -> Array:
+    def tensor(self, ref: Document) -> Array:
         """Return a tensor that isn't rows, in full."""
         return all_rows(self.rows(ref))
 
@@ -175,7 +175,7 @@ class _Reader:
             raise ValueError(f"tensor {name} lies at {begin}..{end} of {len(self._data)} bytes")
         return np.frombuffer(self._data[begin:end], dtype).reshape(shape)
 
-    def value(self, item: object) -> Any:
+    def value(self, item: object) -> object:
         """Return a value that isn't a tensor alone: JSON, with types that JSON lacks tagged."""
         if not isinstance(item, dict):
             return item

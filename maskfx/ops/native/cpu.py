@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,13 +137,13 @@ def are_whole(values: Tensor) -> bool:
     return values.dtype == torch.int64 and values.is_contiguous()
 
 
-def packed(structures: Sequence[tuple[int, ...]]) -> tuple[Any, int]:
+def packed(structures: Sequence[tuple[int, ...]]) -> tuple[object, int]:
     """Return structures of 64-bit numbers as C reads them, and how many there are."""
     numbers = [number for structure in structures for number in structure]
     return (ctypes.c_int64 * len(numbers))(*numbers), len(structures)
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+IMPLEMENTATIONS: dict[str, Callable[..., object]] = {
     function.__name__: function for function in (group_scale, scale_shift, put_all, replace_all)
 }
 

@@ -219,7 +219,7 @@ def site_slice(m: Marker, node: fx.Node, lane: Lane, axis: int) -> Lane:
     return at_level(lane, found)
 
 
-def kept_level(m: Marker, node: fx.Node, lane: Lane, axis: int, start: Any) -> int | None:
+def kept_level(m: Marker, node: fx.Node, lane: Lane, axis: int, start: object) -> int | None:
     """Return the known level that a slice keeps, such as the one before a padding; or None."""
     i, level = axis_number(lane, axis), lane.dims[axis][0].level  # type: ignore[union-attr]
     whole, size = (n.meta["val"].shape[axis] for n in (node.args[0], node))  # type: ignore[union-attr]

@@ -99,5 +99,5 @@ def rolls_after(node: fx.Node) -> Iterator[fx.Node]:
         stack.extend(user.users)
 
 
-def listed(value: Any) -> list[Any]:
+def listed(value: object) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
@@ -79,7 +78,7 @@ def through_frames(m: Marker, node: fx.Node, lane: Lane) -> Lane:
 def conv1d(m: Marker, node: fx.Node) -> Lane:
     """Convolve along an axis of the picture, along its sites row by row, or each token alone."""
     need_constant(m, node.args[1:3])
-    source: Any = node.args[0]
+    source: object = node.args[0]
     plain = lane_of(source)
     if plain is not None and (found := m.of_samples(node, plain)) is not None:
         return found

@@ -39,7 +39,7 @@ Replayed = tuple[list[Tensor], Callable[[], None]]
 class Recorder(Protocol):
     """Captures what a function launches."""
 
-    def capture(self, run: Runs, pool: Any = None) -> Replayed:
+    def capture(self, run: Runs, pool: object = None) -> Replayed:
         """Return the function's results, and what computes them again in the same memory.
 
         Captures with one `pool` share the memory of what they compute: they are replayed one after
@@ -47,7 +47,7 @@ class Recorder(Protocol):
         """
         ...
 
-    def pool(self) -> Any:
+    def pool(self) -> object:
         """Return a new pool; it can't be used again after all of its captures are dropped."""
         ...
 
@@ -61,11 +61,11 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def capture(self, run: Runs, pool: Any = None) -> Replayed:
+    def capture(self, run: Runs, pool: object = None) -> Replayed:
         with CAPTURING, torch.cuda.device(self._device):
             return self._capture(run, pool)
 
-    def pool(self) -> Any:
+    def pool(self) -> object:
         return torch.cuda.graph_pool_handle()
 
     def _capture(self, run: Runs, pool: Any) -> Replayed:
@@ -85,11 +85,11 @@ class CudaRecorder:
 class Captured:
     """A capture of a piece for one set of input sizes."""
 
-    inputs: dict[str, Any]
+    inputs: dict[str, Tensor]
     results: list[Tensor]
     replay: Callable[[], None]
 
-    def run(self, given: dict[str, Any]) -> list[Tensor]:
+    def run(self, given: dict[str, Tensor]) -> list[Tensor]:
         for name, value in given.items():
             kept = self.inputs[name]
             if isinstance(value, Tensor) and kept.data_ptr() != value.data_ptr():
@@ -116,7 +116,7 @@ class CapturedPiece:
         self._fails = False
 
     def __call__(self, fetch: Fetch) -> Any:
-        given: dict[str, Any] = {name: fetch(name) for name in self.names}
+        given: dict[str, Tensor] = {name: fetch(name) for name in self.names}
         key = tuple(map(size_of, given.values()))
         known = self._kept.get(key)
         if known is not None:
@@ -127,7 +127,7 @@ class CapturedPiece:
             return self._plain(given.__getitem__)
         return self._capture(key, given)
 
-    def _capture(self, key: Hashable, given: dict[str, Any]) -> Any:
+    def _capture(self, key: Hashable, given: dict[str, Tensor]) -> object:
         inputs = {
             name: value.clone() if isinstance(value, Tensor) and name not in self.steady else value
             for name, value in given.items()

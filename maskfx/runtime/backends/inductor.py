@@ -170,14 +170,14 @@ def compile_piece(piece: Piece) -> Run:
     artifact = inductor.standalone_compile(piece.module, inputs, dynamic_shapes="from_graph")
     names = [*piece.values, *piece.inputs]
 
-    def run(fetch: Fetch) -> Any:
+    def run(fetch: Fetch) -> object:
         with torch.no_grad():
             return artifact(*map(fetch, names))
 
     return run
 
 
-def fresh_fakes(values: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+def fresh_fakes(values: Sequence[object]) -> tuple[FakeTensorMode, list[Any]]:
     """Return copies of fake values with new symbols in place of the old ones, and their mode.
 
     The conditions that the export found on the old symbols don't hold for the copies.
@@ -199,7 +199,7 @@ def fresh_fakes(values: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
         expr = size.node.expr.xreplace(symbols)
         return shapes.create_symintnode(expr, hint=int(expr.xreplace(hints)))
 
-    def copy_of(value: object) -> Any:
+    def copy_of(value: object) -> object:
         if not isinstance(value, Tensor):
             return renewed(value)
         shape, stride = map(renewed, value.shape), map(renewed, value.stride())

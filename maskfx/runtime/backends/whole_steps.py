@@ -19,7 +19,7 @@ from torch import Tensor
 from maskfx.ir.lru import LruCache
 from maskfx.ops.base import holding
 from maskfx.runtime.backends.cuda_graphs import Recorder
-from maskfx.runtime.backends.graph_function import Run
+from maskfx.runtime.backends.graph_function import Fetch, Run
 from maskfx.runtime.devices import current_stream
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ Step = TypeVar("Step", contravariant=True)
 class Memory(Protocol[Step]):
     """The inputs of a capture."""
 
-    def fetch(self) -> Callable[[str], Any]:
+    def fetch(self) -> Fetch:
         """Return what gives the graph its inputs; called inside of the capture."""
         ...
 
@@ -93,7 +93,7 @@ class CapturedStep(Generic[Step]):
     results: list[Tensor]
     replay: Callable[[], None]
     held: list[object]
-    pool: Any
+    pool: object
 
     def run(self, step: Step) -> list[Tensor] | None:
         """Return the results of a step; None if its inputs don't fit the capture."""
@@ -115,7 +115,7 @@ class WholeSteps:
         self.recorder, self._free = recorder, free
         # layouts, which are held because their ids are in the key, and whether captures fail
         self._seen: LruCache[Key, tuple[object, bool]] = LruCache(SEEN)
-        self._kept: LruCache[Key, CapturedStep[Any]] = LruCache(KEPT)
+        self._kept: LruCache[Key, CapturedStep[object]] = LruCache(KEPT)
         self._lock = threading.Lock()
 
     def run(self, layout: object, graph: Graph, step: Inputs) -> list[Tensor] | None:
@@ -182,12 +182,12 @@ class WholeSteps:
         self._kept.clear()
         return False
 
-    def _pool(self, stream: int) -> Any:
+    def _pool(self, stream: int) -> object:
         """Return the pool of a stream's captures; without any, a new one."""
         shared = (kept.pool for key, kept in self._kept.items() if key.stream == stream)
         return next(shared, None) or self.recorder.pool()
 
-    def _captured(self, graph: Graph, step: Inputs, pool: Any) -> CapturedStep[Any]:
+    def _captured(self, graph: Graph, step: Inputs, pool: object) -> CapturedStep[object]:
         run, memory = graph.make(), step.memory()
         with holding() as held:
             results, replay = self.recorder.capture(lambda: list(run(memory.fetch())), pool)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from maskfx.ir.sources import Cached, Given, RestStats
 from maskfx.ops import has_kernels
+from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.batch.copied_rows import CopiedRows
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
@@ -56,7 +57,7 @@ class BatchInputs:
         return tuple(None if one is None else one.form for one in self.addresses)
 
     @cached_property
-    def fetch(self) -> Callable[[str], Any]:
+    def fetch(self) -> Fetch:
         """Return what gives the inputs of this step."""
         return self.frame.fetch(self.members, self.loading)
 
@@ -102,11 +103,11 @@ class CapturedInputs:
         self._requests = requests_of(first)
         self._copies.run(first.addresses)
 
-    def fetch(self) -> Callable[[str], Any]:
+    def fetch(self) -> Fetch:
         """Return what gives the graph its inputs; call it inside of the capture."""
         stacks = {key: by_norm([own() for own in parts]) for key, parts in self._stats.items()}
 
-        def fetch(name: str) -> Any:
+        def fetch(name: str) -> Tensor:
             if name in self._fixed:
                 return self._fixed[name]
             if name in self._rows:
@@ -140,13 +141,13 @@ class CapturedInputs:
         self._copies.run(step.addresses)
         return True
 
-    def _values(self, step: BatchInputs) -> dict[Hashable, Any]:
+    def _values(self, step: BatchInputs) -> dict[Hashable, Tensor]:
         """Return the values of a step that are copied as they are.
 
         Those that are computed once per request only if another request is in the batch.
         """
         fetch = step.fetch
-        found: dict[Hashable, Any] = {name: fetch(name) for name in self._fetched}
+        found: dict[Hashable, Tensor] = {name: fetch(name) for name in self._fetched}
         requests = requests_of(step)
         if len(requests) != len(self._requests) or not all(map(is_, requests, self._requests)):
             found.update((name, fetch(name)) for name in self._once)
@@ -155,7 +156,7 @@ class CapturedInputs:
                 found[origin, index, member] = step.members[member].given[origin][index]
         return found
 
-    def _mark(self, key: Hashable, value: Any) -> tuple[Any, int]:
+    def _mark(self, key: Hashable, value: object) -> tuple[object, int]:
         return (None, -1) if key in self._passing else (value, version(value))
 
     def _computes(self, name: str) -> bool:

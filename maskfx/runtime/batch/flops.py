@@ -164,8 +164,8 @@ class RowCounter(fx.Interpreter):
         return value
 
     def get_attr(
-        self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], kwargs: dict[str, object]
+    ) -> object:
         value = super().get_attr(target, args, kwargs)
         return value.detach().to("meta") if isinstance(value, Tensor) else value
 

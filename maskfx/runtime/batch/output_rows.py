@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch.utils import _pytree as pytree
 from maskfx.ir.lanes import Lane
 from maskfx.runtime.batch.rows import Sized, split_axes
 
-Places = tuple[Any, ...]  # indices into a value with its batch and sites in front
+Places = tuple[slice | Tensor, ...]  # indices into a value with its batch and sites in front
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ class RollingCache(StepCache):
             closed=self.closed,
         )
 
-    def take_outputs(self, output: Sequence[Any], step: Mapping[str, Tensor]) -> None:
+    def take_outputs(self, output: Sequence[object], step: Mapping[str, Tensor]) -> None:
         """Replace the outputs and the arguments that identify the step."""
         for kept, new in zip(self.output, output, strict=True):
             kept.copy_(new)

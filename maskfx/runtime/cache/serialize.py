@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import CacheError
+from maskfx.ir.json_values import Document, Json
 from maskfx.runtime.cache.quantize import LOSSLESS, STEPS, Encoding, Format, Packed, pack
 from maskfx.runtime.cache.rows import InterpolatedRows, Rows, RowSubset, whole
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache
@@ -147,9 +148,9 @@ class _Writer:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._written: dict[tuple[object, ...], dict[str, object]] = {}
+        self._written: dict[tuple[object, ...], dict[str, Json]] = {}
 
-    def add(self, value: Rows, wanted: Format = Format.KEEP) -> dict[str, Any]:
+    def add(self, value: Rows, wanted: Format = Format.KEEP) -> dict[str, Json]:
         """Store rows or any other tensor; return a reference for the reader."""
         if isinstance(value, RowSubset):
             return {**self.add(value.rows), "sites": self.add(value.sites)}
@@ -172,7 +173,7 @@ class _Writer:
             self._written[place] = ref
         return ref
 
-    def _write(self, rows: Tensor | Packed, shape: list[int]) -> dict[str, object]:
+    def _write(self, rows: Tensor | Packed, shape: list[int]) -> dict[str, Json]:
         at, format = str(len(self.tensors)), Format.KEEP
         if isinstance(rows, Packed):
             format = rows.format
@@ -183,7 +184,7 @@ class _Writer:
             self.tensors[at] = _plain(rows)
         return {"at": at, "shape": shape, "dtype": _name_of(rows.dtype), "format": format.value}
 
-    def pack(self, value: object, where: str, wanted: Format = Format.KEEP) -> Any:
+    def pack(self, value: object, where: str, wanted: Format = Format.KEEP) -> Json:
         """Return a value as JSON; types that JSON lacks are tagged."""
         match value:
             case None | bool() | int() | float() | str() if type(value) in PLAIN:
@@ -215,13 +216,13 @@ class _Reader:
         self._header, self._base = _header(memoryview(self._data))
         self.metadata: Mapping[str, str] = self._header["__metadata__"]
 
-    def rows(self, ref: Mapping[str, Any]) -> Rows:
+    def rows(self, ref: Document) -> Rows:
         """Return rows in the form in which they were written."""
         if "sites" in ref:
             return RowSubset(self._rows(ref), self.tensor(ref["sites"]))
         return self._rows(ref)
 
-    def _rows(self, ref: Mapping[str, Any]) -> Tensor | Packed:
+    def _rows(self, ref: Document) -> Tensor | Packed:
         shape, format, dtype = ref["shape"], Format(ref["format"]), _dtype_of(ref["dtype"])
         stored = self._raw(ref["at"])
         if format is Format.KEEP:
@@ -231,7 +232,7 @@ class _Reader:
         values = stored.reshape(*shape[:2], width)
         return Packed(values, scale, format, dtype, tuple(shape[2:]))
 
-    def tensor(self, ref: Mapping[str, Any]) -> Tensor:
+    def tensor(self, ref: Document) -> Tensor:
         """Return a tensor that isn't rows, in full precision."""
         return whole(self.rows(ref))
 
@@ -249,7 +250,7 @@ class _Reader:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._data, dtype=dtype, count=count, offset=start).reshape(shape)
 
-    def unpack(self, value: object) -> Any:
+    def unpack(self, value: object) -> object:
         if not isinstance(value, dict):
             return value
         ((tag, inner),) = value.items()

@@ -92,7 +92,7 @@ class StepCache:
     stats: dict[tuple[tuple[str, ...], int], SiteStats] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     masks: Masks | None = None  # only what edits with these can read is kept
-    given: list[Any] = field(default_factory=list)  # the inputs, where edits run in full
+    given: list[object] = field(default_factory=list)  # the inputs, where edits run in full
     adapters: tuple[tuple[str, float], ...] = ()  # digest and weight of each it was recorded with
 
     def nbytes(self) -> int:
@@ -173,7 +173,7 @@ class StepCache:
         """Return the part of this step that edits with these masks can read; pack it afterwards."""
         if self.masks is not None:
             return self
-        done: dict[tuple[Any, ...], Tensor] = {}
+        done: dict[tuple[object, ...], Tensor] = {}
 
         def part(value: Rows, sites: Tensor) -> Rows:
             rows = whole(value)
@@ -209,7 +209,7 @@ def changed(cache: StepCache, **changes: object) -> StepCache:
 
 def _pack_all(rows: Mapping[str, Rows], wanted: Callable[[str], Format]) -> dict[str, Rows]:
     """Return each tap's rows in its format; rows that share memory still share it."""
-    done: dict[tuple[Any, ...], Packed] = {}
+    done: dict[tuple[object, ...], Packed] = {}
 
     def packed_one(tap: str, value: Rows) -> Rows:
         if isinstance(value, Tensor):
@@ -222,7 +222,7 @@ def _pack_all(rows: Mapping[str, Rows], wanted: Callable[[str], Format]) -> dict
 
 
 def _pack_once(
-    value: Tensor, wanted: Format, done: dict[tuple[Any, ...], Packed]
+    value: Tensor, wanted: Format, done: dict[tuple[object, ...], Packed]
 ) -> Tensor | Packed:
     if value.dim() < 3 or not value.is_contiguous():
         return pack(value, wanted)
@@ -235,14 +235,14 @@ def _pack_once(
     return found
 
 
-def _place(value: Tensor) -> tuple[Any, ...]:
+def _place(value: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for tensors with the same memory and layout."""
     return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
-def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+def _once(change: Callable[[Tensor], Tensor]) -> Callable[[object], Any]:
     """Return a function that changes each tensor of a value; shared memory is changed once."""
-    done: dict[tuple[Any, ...], Tensor] = {}
+    done: dict[tuple[object, ...], Tensor] = {}
 
     def once(value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -88,7 +88,7 @@ class AdaptedCalls(TorchFunctionMode):
             self._hook.remove()
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
-    def _after_layer(self, layer: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+    def _after_layer(self, layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Any:
         """Return a packed layer's result with the members' terms; None for other modules."""
         places = self.packed.get(id(layer))
         if places is None or threading.get_ident() != self._thread:
@@ -97,9 +97,9 @@ class AdaptedCalls(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
-        args: Sequence[Any] = (),
+        args: Sequence[object] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
@@ -134,7 +134,7 @@ class AdaptedCalls(TorchFunctionMode):
         return self._with_terms(rows, out, places, linear_term)
 
     def _convolution(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, object]
     ) -> Tensor:
         weight = argument(args, kwargs, 1, "weight", None)
         if args[0].dim() != weight.dim():
@@ -178,7 +178,7 @@ def linear_term(rows: Tensor, update: LayerUpdate) -> Tensor:
 
 
 def argument(
-    args: Sequence[Any], kwargs: Mapping[str, Any], index: int, name: str, default: object
+    args: Sequence[object], kwargs: Mapping[str, object], index: int, name: str, default: object
 ) -> Any:
     return args[index] if index < len(args) else kwargs.get(name, default)
 

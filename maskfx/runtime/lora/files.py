@@ -134,7 +134,7 @@ def read_adapter_file(
 
 def parse(
     name: str, content: bytes, limits: FileLimits
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Return the tensors and peft's settings of a file's content."""
     try:
         header = header_of(content)
@@ -191,7 +191,7 @@ def adapter_of(
     name: str,
     by_part: Mapping[str, Mapping[str, Tensor]],
     alphas: Mapping[str, object],
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     targets: Targets,
     limits: FileLimits,
 ) -> Adapter:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 from maskfx.errors import AdapterError, Closed, InputError
 from maskfx.runtime.lora.adapter import Adapter
@@ -54,7 +53,7 @@ class AdapterLoader:
         self._lock = threading.Lock()
         self._closed = False
 
-    def load(self, file: AdapterFile, target: Mapping[str, Any]) -> Adapter:
+    def load(self, file: AdapterFile, target: Mapping[str, object]) -> Adapter:
         """Load one file; InputError if it can't be used, with the reason.
 
         Args:

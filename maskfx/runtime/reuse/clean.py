@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ class Mixture:
         found: Tensor = scaled / noise
         return found.to(clean.dtype)
 
-    def _shares(self, x: Tensor) -> tuple[Any, Any]:
+    def _shares(self, x: Tensor) -> tuple[Tensor | float, Tensor | float]:
         shares = [[max(FAINTEST, v) for v in values] for values in (self.signal, self.noise)]
         if all(len(set(values)) == 1 for values in shares):
             return shares[0][0], shares[1][0]

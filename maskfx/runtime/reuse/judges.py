@@ -43,7 +43,7 @@ class PatchFeatures:
 
     change: Floats
     age: NDArray[np.int64]
-    noise: Any
+    noise: Floats | float
     step: Any = 0
     stretch: int = 1
 

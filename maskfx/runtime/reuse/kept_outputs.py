@@ -94,7 +94,7 @@ class KeptOutputs:
         assert isinstance(old, Tensor), "an answer has the same shape"
         return torch.where(self._spread(cells, new), new, old)
 
-    def _spread(self, of_cells: NDArray[Any], like: Tensor) -> Tensor:
+    def _spread(self, of_cells: NDArray[np.generic], like: Tensor) -> Tensor:
         """Return a value per cell as a tensor that broadcasts over an output."""
         form = self._form(like)
         assert form is not None, "an output without the mask's sites"

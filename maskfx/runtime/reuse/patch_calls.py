@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +31,7 @@ class PendingCall:
 
     kind: PatchCall
     number: int  # of the branch's calls, from 0
-    inputs: Mapping[str, Any]
+    inputs: Mapping[str, object]
     noise: float
     computed: Bools | None = None  # by stretch and patch
     everywhere: bool = True  # whether sites outside of the mask are computed too

@@ -100,7 +100,7 @@ class PatchSession:
         self,
         ordinal: int,
         branch: str,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, object],
         times: Times | None = None,
         calls: int | None = None,
     ) -> AnyStep:

@@ -36,7 +36,7 @@ class KnownCall:
     ordinal: int
     times: Times
     shape: tuple[int, ...]
-    outputs: list[Any]
+    outputs: list[object]
     cache: StepCache | None = None
 
 
@@ -150,7 +150,7 @@ class EditSession:
         self,
         ordinal: int,
         branch: str,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, object],
         time: float | Times | None = None,
     ) -> AnyStep:
         """Return the step to run for this call; pass its result to `take`.
@@ -274,7 +274,7 @@ def weighted(values: Sequence[Any], weights: Sequence[Sequence[float]]) -> Any:
     if not last.is_floating_point() or not same and last.shape[0] != len(weights):
         return last
     kind = wide(last.dtype)
-    columns: Iterable[Any] = weights[0]
+    columns: Iterable[Tensor | float] = weights[0]
     if not same:
         table = numbers(weights, kind, last.device)
         columns = table.view(*table.shape, *[1] * (last.dim() - 1)).unbind(1)
@@ -353,7 +353,7 @@ def check_template(template: object) -> dict[CallKey, StepCache]:
     return dict(template)
 
 
-def recorded(result: object, ordinal: int, branch: str) -> tuple[Any, StepCache]:
+def recorded(result: object, ordinal: int, branch: str) -> tuple[object, StepCache]:
     """Split the result of a `RecordStep` into output and recording."""
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], StepCache):
         return result[0], result[1]

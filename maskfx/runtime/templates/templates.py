@@ -6,7 +6,6 @@ from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 import xxhash
@@ -161,7 +160,7 @@ class Templates:
         self,
         template: str,
         step: int,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, object],
         mask: Tensor,
         branch: str = "",
         wide: Mapping[int, Tensor] | None = None,

@@ -173,7 +173,7 @@ def planes_of(shapes: Sequence[Shape], parts: Sequence[Part]) -> Planes:
     return [np.frombuffer(part, np.uint8).reshape(shape) for shape, part in pairs]
 
 
-def bytes_of(plane: NDArray[Any]) -> memoryview:
+def bytes_of(plane: NDArray[np.generic]) -> memoryview:
     return np.ascontiguousarray(plane).data.cast("B")
 
 

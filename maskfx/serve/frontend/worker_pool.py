@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 from maskfx.serve.scheduling.load import Demand, Running, TemplateTier, Worker
 
+Known = TypeVar("Known")
 KNOWN_TEMPLATES = 4096  # per worker; the oldest are dropped
 GROW_AFTER = 16  # images since the last out-of-memory failure, before the batch limit is raised
 TIERS = {"device": TemplateTier.DEVICE, "host": TemplateTier.HOST, "disk": TemplateTier.DISK}
@@ -179,13 +180,13 @@ class WorkerPool:
         return max(self.sizes(template).values(), default=0)
 
 
-def remember(known: MutableMapping[str, Any], template: str, value: object) -> None:
+def remember(known: MutableMapping[str, Known], template: str, value: Known) -> None:
     """Set an entry and make it the newest."""
     known.pop(template, None)
     known[template] = value
     trim(known)
 
 
-def trim(known: MutableMapping[str, Any]) -> None:
+def trim(known: MutableMapping[str, Known]) -> None:
     while len(known) > KNOWN_TEMPLATES:
         del known[next(iter(known))]

@@ -13,7 +13,7 @@ from maskfx.serve.http.failures import ClientGone
 Result = TypeVar("Result")
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_gone(receive: Receive, work: Coroutine[object, None, Result]) -> Result:
     """Return the result of `work`; if the client disconnects, cancel it and raise ClientGone.
 
     The request's body must have been read, as `receive` is used to wait for the disconnect.

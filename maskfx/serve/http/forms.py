@@ -119,7 +119,7 @@ class Form(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _from_text(cls, value: Any, info: ValidationInfo) -> Any:
+    def _from_text(cls, value: object, info: ValidationInfo) -> object:
         assert info.field_name is not None
         return read(value, kind_of(cls.model_fields[info.field_name]))
 
@@ -263,7 +263,7 @@ def complete(form: type[F], limits: Limits) -> type[F]:
     return made
 
 
-def limited(kind: object, marks: list[Any], limits: Limits) -> Any:
+def limited(kind: object, marks: list[object], limits: Limits) -> Any:
     """Return a field's annotation with the numbers of `limits` in place of their names."""
     bound = Le if int in (kind, *get_args(kind)) else MaxLen
     found = (
@@ -333,7 +333,7 @@ def most_bytes(field: FieldInfo, limits: Limits) -> int:
     return SHORT
 
 
-def validated(form: type[B], values: Mapping[str, Any]) -> B:
+def validated(form: type[B], values: Mapping[str, object]) -> B:
     """Return the form with these values; raises ApiError for the first that is invalid."""
     try:
         return form.model_validate(values)

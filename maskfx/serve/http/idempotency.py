@@ -10,7 +10,6 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
 
 from maskfx.serve.errors import ApiError
 
@@ -19,7 +18,7 @@ LONGEST = 255
 ENTRIES = 1024
 BYTES = 128 << 20
 
-Compute = Callable[[], Coroutine[Any, Any, bytes]]
+Compute = Callable[[], Coroutine[object, None, bytes]]
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from maskfx.serve.http.idempotency import HEADER, LONGEST
 from maskfx.serve.http.middleware import OPEN
 from maskfx.serve.http.schemas import JsonSchema, schema_of
 
-Said = dict[str, Any]
+Said = dict[str, Any]  # a JSON object whose members are read
 EVENTS = "text/event-stream"
 PICTURES = "image/png, image/jpeg, image/webp"
 
@@ -62,7 +62,7 @@ class Image(BaseModel):
 
     b64_json: str | None = None
     url: str | None = None
-    maskfx: dict[str, Any]
+    maskfx: Said
 
 
 class Images(BaseModel):
@@ -70,7 +70,7 @@ class Images(BaseModel):
 
     created: int
     data: list[Image] = Field(min_length=1)
-    usage: dict[str, Any]
+    usage: Said
 
 
 def describe(app: FastAPI, forms: Forms, settings: ServeSettings) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
@@ -64,12 +62,12 @@ class JsonSchema(GenerateJsonSchema):
 @cache
 def schema_of(
     form: type[BaseModel], generator: type[GenerateJsonSchema] = MultipartSchema
-) -> dict[str, Any]:
+) -> JsonSchemaValue:
     """Return the JSON schema of a form."""
     return form.model_json_schema(schema_generator=generator)
 
 
-def wanted_of(schema: Mapping[str, Any]) -> str:
+def wanted_of(schema: JsonSchemaValue) -> str:
     """Describe the values that a schema allows."""
     words = [schema["const"]] if "const" in schema else schema.get("enum")
     if words is not None:

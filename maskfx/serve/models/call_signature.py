@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from maskfx.errors import InputError
 from maskfx.serve.errors import ApiError
@@ -35,11 +35,11 @@ class CallSignature:
     """The arguments of a pipeline's call, with the model's defaults, else those of the class."""
 
     defaults: Mapping[str, object]
-    told: Mapping[str, Any] = field(default_factory=dict)  # values from the model's folder
-    usual: Mapping[str, Any] = field(default_factory=dict)  # defaults of the pipeline class
+    told: Mapping[str, object] = field(default_factory=dict)  # values from the model's folder
+    usual: Mapping[str, object] = field(default_factory=dict)  # defaults of the pipeline class
 
     @classmethod
-    def of(cls, pipe: object, told: Mapping[str, Any] = NOTHING) -> CallSignature:
+    def of(cls, pipe: object, told: Mapping[str, object] = NOTHING) -> CallSignature:
         """Read a pipeline's signature.
 
         `told` has the model's call arguments (`maskfx/pipelines/call_defaults.py`); names that the
@@ -118,7 +118,7 @@ class CallSignature:
                 param="control_image",
             )
 
-    def arguments(self, request: Request) -> dict[str, Any]:
+    def arguments(self, request: Request) -> dict[str, object]:
         """Return the call arguments for text and numbers; others keep their defaults."""
         found = dict(self.told)
         for parameter, value in arguments_in(request):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 from PIL import Image
 
@@ -35,7 +34,9 @@ class GeneratedPictures:
         assert family.generator is not None, "it generates"
         return {"record": True, "quality": pipeline_state_of(family.generator.pipe).quality}
 
-    def add(self, template: str, generator: PipelineMember, arguments: Mapping[str, Any]) -> None:
+    def add(
+        self, template: str, generator: PipelineMember, arguments: Mapping[str, object]
+    ) -> None:
         """Note the arguments of a recorded generation."""
         with self._lock:
             self._arguments.put(template, key_of(generator, arguments))
@@ -48,7 +49,7 @@ class GeneratedPictures:
         return source.name if source is not None and family.library.has(source.name) else None
 
     def serves(
-        self, template: str, generator: PipelineMember, arguments: Mapping[str, Any]
+        self, template: str, generator: PipelineMember, arguments: Mapping[str, object]
     ) -> bool:
         """Return True if an edit by the generating pipeline with these arguments can read it."""
         with self._lock:

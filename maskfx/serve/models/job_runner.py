@@ -136,7 +136,7 @@ class JobRunner:
         self, state: JobState, member: PipelineMember, canvas: Canvas, **more: object
     ) -> Made:
         """Run an edit; an edit of the whole image is a dense run."""
-        given: dict[str, Any] = {"image": pictured(state, canvas), **more}
+        given: dict[str, object] = {"image": pictured(state, canvas), **more}
         if not canvas.whole:
             given["mask_image"] = canvas.mask_image()
         elif member.signature.has("mask_image"):
@@ -233,13 +233,13 @@ class JobRunner:
         job = state.job
         return JobSpans(job.id, job.attempt, state.began, self.tell) if job.traced else None
 
-    def _listener(self, state: JobState, canvas: Canvas) -> Callable[..., dict[str, Any]]:
+    def _listener(self, state: JobState, canvas: Canvas) -> Callable[..., dict[str, object]]:
         job = state.job
 
         @reads_only
         def stepped(
             pipe: object, index: int, time: object, tensors: dict[str, Any]
-        ) -> dict[str, Any]:
+        ) -> dict[str, object]:
             total = int(getattr(pipe, "num_timesteps", None) or index + 1)
             if index == 0:
                 state.sketched = 0  # the run may have been restarted

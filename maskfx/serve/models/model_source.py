@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -50,7 +50,7 @@ def load_pipeline(
     with import_notices_hidden():
         import diffusers
 
-        load: Any = diffusers.DiffusionPipeline.from_pretrained
+        load: Callable[..., Any] = diffusers.DiffusionPipeline.from_pretrained
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "use_safetensors": True}
     if isinstance(where, Path):
         options.update(dict.fromkeys(absent_parts(where)), local_files_only=True)
@@ -90,16 +90,15 @@ def load_controlnet(name: str, model: Path | str, dtype: torch.dtype) -> nn.Modu
             raise InputError(
                 f"controlnets: {name!r} is neither a folder nor a hub id such as owner/name"
             )
-    load: Any = diffusers.AutoModel.from_pretrained
+    load: Callable[..., nn.Module] = diffusers.AutoModel.from_pretrained
     try:
         with library_bars(progress.shows()):
-            net: nn.Module = load(
+            return load(
                 str(where),
                 torch_dtype=dtype,
                 use_safetensors=True,
                 local_files_only=isinstance(where, Path),
             )
-            return net
     except (OSError, ValueError) as error:
         raise InputError(
             f"controlnets: {name!r} can't be loaded: {error}; expected the folder of a ControlNet "
@@ -107,7 +106,7 @@ def load_controlnet(name: str, model: Path | str, dtype: torch.dtype) -> nn.Modu
         ) from error
 
 
-def with_controlnets(pipe: Pipeline, nets: Sequence[nn.Module]) -> Any:
+def with_controlnets(pipe: Pipeline, nets: Sequence[nn.Module]) -> object:
     """Return the pipeline of diffusers' class for its task with ControlNets, over its parts."""
     import diffusers
 
@@ -175,14 +174,14 @@ def dtype_of(exported: Mapping[str, Any], dtype: torch.dtype, folder: Path) -> t
     return own
 
 
-def exported_denoisers(folder: Path) -> dict[str, Any]:
+def exported_denoisers(folder: Path) -> dict[str, nn.Module]:
     """Return the denoisers that are exported graphs, by component name."""
     from maskfx.export.shell import exported_parts, load_shell
 
     return {name: load_shell(part) for name, part in exported_parts(folder).items()}
 
 
-def told_by(model: str | None) -> dict[str, Any]:
+def told_by(model: str | None) -> dict[str, object]:
     """Return the call arguments in the model's folder (`call.json`); empty for a hub id."""
     where = found(model)
     return call_of(where) if isinstance(where, Path) else {}

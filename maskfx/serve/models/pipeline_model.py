@@ -11,7 +11,6 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import maskfx
 from maskfx.engine.engine import Engine
@@ -78,7 +77,7 @@ class PipelineModel:
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._disk = (-DISK_LOOK, 0)
-        told: dict[str, Any] = {}
+        told: dict[str, object] = {}
         if pipe is None:
             told = told_by(settings.model)
             pipe = load_pipeline(

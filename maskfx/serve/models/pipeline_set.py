@@ -34,7 +34,13 @@ log = logging.getLogger(__name__)
 SIDE = 512  # default image side if no config has one
 UNSAID = 32  # default of `sample_size` in diffusers' autoencoder classes
 
-Compile = Callable[[Any], Any]
+Compile = Callable[[object], object]
+
+
+class LoadedPipeline(Pipeline, Protocol):
+    """A pipeline with diffusers' settings of its progress bars."""
+
+    def set_progress_bar_config(self, *, disable: bool) -> None: ...
 
 
 class AutoPipeline(Protocol):
@@ -42,7 +48,7 @@ class AutoPipeline(Protocol):
 
     __name__: str
 
-    def from_pipe(self, pipeline: Pipeline) -> Any: ...
+    def from_pipe(self, pipeline: Pipeline) -> LoadedPipeline: ...
 
 
 @dataclass
@@ -51,14 +57,16 @@ class PipelineMember:
 
     plain: Pipeline
     pipe: Any
-    told: Mapping[str, Any] = field(default_factory=dict)  # call arguments from the model's folder
+    told: Mapping[str, object] = field(
+        default_factory=dict
+    )  # call arguments from the model's folder
     signature: CallSignature = field(init=False)
 
     def __post_init__(self) -> None:
         self.signature = CallSignature.of(self.plain, self.told)
 
     @classmethod
-    def of(cls, pipe: Pipeline, compiled: Compile, told: Mapping[str, Any]) -> PipelineMember:
+    def of(cls, pipe: Pipeline, compiled: Compile, told: Mapping[str, object]) -> PipelineMember:
         made = cls(copy.copy(pipe), compiled(pipe), told)
         pipeline_state_of(made.pipe).usual = told
         return made
@@ -76,7 +84,7 @@ class PipelineSet:
 
     @classmethod
     def of(
-        cls, pipe: Pipeline, compiled: Compile, told: Mapping[str, Any] = NOTHING
+        cls, pipe: Pipeline, compiled: Compile, told: Mapping[str, object] = NOTHING
     ) -> PipelineSet:
         """Build the set from a loaded pipeline and its diffusers classes for the other tasks.
 
@@ -96,7 +104,7 @@ class PipelineSet:
         edits: Pipeline | None,
         generates: Pipeline | None,
         compiled: Compile,
-        told: Mapping[str, Any],
+        told: Mapping[str, object],
     ) -> PipelineSet:
         editor = None if edits is None else PipelineMember.of(edits, compiled, told)
         generator = editor if generates is edits else None
@@ -187,15 +195,14 @@ def roles_of(pipe: Pipeline) -> tuple[Pipeline | None, Pipeline | None]:
 def twin(table: AutoPipeline, pipe: Pipeline) -> Pipeline | None:
     """Return the pipeline of an AutoPipeline table over the same modules; None if there is none."""
     try:
-        made: Any = table.from_pipe(pipe)
+        made = table.from_pipe(pipe)
     except Exception as error:  # the type depends on the pipeline class
         log.info(
             "%s: %s has no matching pipeline class: %s", type(pipe).__name__, table.__name__, error
         )
         return None
     made.set_progress_bar_config(disable=True)
-    twin: Pipeline = made
-    return twin
+    return made
 
 
 # Sizes.

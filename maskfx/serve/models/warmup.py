@@ -123,7 +123,7 @@ def arguments_of(member: PipelineMember, canvas: Canvas, steps: int = STEPS) -> 
     """Return the arguments of a minimal call."""
     signature = member.signature
     width, height = canvas.padded
-    given: dict[str, Any] = {**signature.told, "prompt": ""}
+    given: dict[str, object] = {**signature.told, "prompt": ""}
     if signature.has("num_inference_steps"):
         given["num_inference_steps"] = steps
     if "strength" in signature.told:  # a low strength could skip all of the few steps
@@ -139,7 +139,7 @@ def arguments_of(member: PipelineMember, canvas: Canvas, steps: int = STEPS) -> 
     return given
 
 
-def hearing(seen: list[Tensor]) -> Callable[..., dict[str, Any]]:
+def hearing(seen: list[Tensor]) -> Callable[..., dict[str, object]]:
     """Return a step callback that appends a copy of each step's latents to `seen`."""
 
     def stepped(pipe: object, index: int, time: object, tensors: dict[str, Any]) -> dict[str, Any]:

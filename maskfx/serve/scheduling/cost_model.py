@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -246,7 +246,7 @@ class LearnedCosts:
         self._observed += 1
         if self._observed % EVERY:
             return
-        found: dict[str, Any] = dict(zip(COEFFICIENTS, self._steps.fit(), strict=True))
+        found: dict[str, float | None] = dict(zip(COEFFICIENTS, self._steps.fit(), strict=True))
         (found["around_base"], found["around_per_site"]), _ = self._around.fit()
         (per_byte,), _ = self._load.fit()
         found["load_bandwidth"] = 1 / per_byte if per_byte > 0 else None

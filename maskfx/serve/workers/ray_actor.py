@@ -55,7 +55,7 @@ def actor_class() -> type:
                 "pid": os.getpid(),
             }
 
-        def run(self, worker: dict[str, Any], settings: str) -> int:
+        def run(self, worker: dict[str, object], settings: str) -> int:
             """Serve requests until the front end asks to stop; return the exit code."""
             from maskfx.serve.workers.ray_actor import run_here
 

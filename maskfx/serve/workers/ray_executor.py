@@ -210,7 +210,7 @@ class RayExecutor:
         worker.found(place)
         self._placed = self._placed or worker.placed
 
-    def _options(self, worker: RayWorker) -> dict[str, Any]:
+    def _options(self, worker: RayWorker) -> dict[str, object]:
         """Return the options of a worker's actor: what it reserves, and where."""
         others = {name: x for name, x in self._needs.items() if name not in ("CPU", "GPU")}
         options = {

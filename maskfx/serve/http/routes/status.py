@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
@@ -11,14 +9,14 @@ from starlette.responses import Response
 import maskfx
 from maskfx.serve.errors import ApiError
 from maskfx.serve.http.dependencies import AtDesk
-from maskfx.serve.http.responses import model
+from maskfx.serve.http.responses import Said, model
 from maskfx.serve.request import Health, ServedModel
 
 router = APIRouter()
 
 
 @router.get("/health")
-async def health(context: AtDesk) -> dict[str, Any]:
+async def health(context: AtDesk) -> Said:
     """Whether this server is of use: alive, and a worker is ready."""
     found = context.frontend.health()
     if not (found.live and found.ready):
@@ -27,7 +25,7 @@ async def health(context: AtDesk) -> dict[str, Any]:
 
 
 @router.get("/health/live")
-async def live(context: AtDesk) -> dict[str, Any]:
+async def live(context: AtDesk) -> Said:
     """Whether the process should be left alone: false once all workers were given up."""
     found = context.frontend.health()
     if not found.live:
@@ -36,7 +34,7 @@ async def live(context: AtDesk) -> dict[str, Any]:
 
 
 @router.get("/health/ready")
-async def ready(context: AtDesk) -> dict[str, Any]:
+async def ready(context: AtDesk) -> Said:
     """Whether a worker is ready and the server isn't being stopped."""
     found = context.frontend.health()
     if not found.ready:
@@ -45,7 +43,7 @@ async def ready(context: AtDesk) -> dict[str, Any]:
 
 
 @router.get("/v1/models")
-async def list_models(context: AtDesk) -> dict[str, Any]:
+async def list_models(context: AtDesk) -> Said:
     """The models that are served, whether each is loaded, and what it takes."""
     pixels, found = context.settings.limits.image_pixels, []
     for one in context.frontend.models():
@@ -55,7 +53,7 @@ async def list_models(context: AtDesk) -> dict[str, Any]:
 
 
 @router.get("/v1/models/{name:path}")
-async def get_model(name: str, context: AtDesk) -> dict[str, Any]:
+async def get_model(name: str, context: AtDesk) -> Said:
     """One model."""
     base, _, lora = name.partition(":")
     for one in context.frontend.models():
@@ -94,7 +92,7 @@ def unhealthy(found: Health) -> ApiError:
     return ApiError(code, UNHEALTHY[code], retry_after=AGAIN)
 
 
-def said(found: Health) -> dict[str, Any]:
+def said(found: Health) -> Said:
     nodes = {"nodes": found.nodes} if found.nodes else {}  # short ids, as no key is needed here
     return {
         "status": "ok",

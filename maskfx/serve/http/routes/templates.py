@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from fastapi import APIRouter, Request
 
@@ -11,13 +10,14 @@ from maskfx.serve.errors import ApiError
 from maskfx.serve.http.body import JSON, MULTIPART, read_form
 from maskfx.serve.http.cancellation import unless_gone
 from maskfx.serve.http.dependencies import AtDesk, Calls
+from maskfx.serve.http.responses import Said
 from maskfx.serve.request import NAME, TemplateInfo
 
 router = APIRouter()
 
 
 @router.post("/v1/templates")
-async def register_template(request: Request, context: AtDesk, caller: Calls) -> dict[str, Any]:
+async def register_template(request: Request, context: AtDesk, caller: Calls) -> Said:
     """Record, warm and pin a picture, so that its edits start at once."""
     kinds = (MULTIPART, JSON)
     form = await read_form(request, context.forms.templates, kinds, context.settings.limits)
@@ -30,13 +30,13 @@ async def register_template(request: Request, context: AtDesk, caller: Calls) ->
 
 
 @router.get("/v1/templates")
-async def list_templates(context: AtDesk) -> dict[str, Any]:
+async def list_templates(context: AtDesk) -> Said:
     """Every template, with its bytes per tier."""
     return {"object": "list", "data": [said(one) for one in context.frontend.templates()]}
 
 
 @router.get("/v1/templates/{template_id:path}")
-async def get_template(template_id: str, context: AtDesk) -> dict[str, Any]:
+async def get_template(template_id: str, context: AtDesk) -> Said:
     """One template."""
     checked(template_id)
     for one in context.frontend.templates():
@@ -46,7 +46,7 @@ async def get_template(template_id: str, context: AtDesk) -> dict[str, Any]:
 
 
 @router.delete("/v1/templates/{template_id:path}")
-async def delete_template(template_id: str, context: AtDesk) -> dict[str, Any]:
+async def delete_template(template_id: str, context: AtDesk) -> Said:
     """Unpin a template and forget its picture."""
     checked(template_id)
     await context.frontend.forget(template_id)
@@ -67,7 +67,7 @@ def missing() -> ApiError:
     return ApiError("template_not_found", "There is no such template.", param="template_id")
 
 
-def said(info: TemplateInfo) -> dict[str, Any]:
+def said(info: TemplateInfo) -> Said:
     return {
         "id": info.id,
         "object": "template",
