@@ -22,7 +22,7 @@ PLAIN: tuple[str, ...] = (
 PLAIN += ("docs/structure", "docs/measured", "docs/serving", "docs/index", "docs/shipped")
 PLAIN += tuple(
     path.relative_to(ROOT).with_suffix("").as_posix()
-    for folder in ("tutorial", "how-to", "reference", "measured")
+    for folder in ("tutorial", "how-to", "reference", "measured", "explanation")
     for path in sorted((ROOT / "docs" / folder).glob("*.md"))
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")

@@ -17,6 +17,8 @@ ROOMS: list[str] = STRUCTURE["rooms"]()
 SOURCES: dict[str, str] = STRUCTURE["read_sources"]()
 IMPORTS: list[tuple[str, int, str]] = STRUCTURE["all_imports"](SOURCES)
 DOCUMENT = ROOT / "docs" / "structure.md"
+DETAILS = sorted((ROOT / "docs" / "explanation").glob("*.md"))
+WORDS = 1800  # ten minutes' reading
 FILE = re.compile(r"`((?:\w[\w.-]*/)*\w[\w-]*\.(?:py|js|css|html|json)|(?:\w[\w.-]*/)+)`")
 
 
@@ -119,8 +121,16 @@ def missing(text: str) -> list[str]:
     return [name for name in names if not any((place / name).exists() for place in places)]
 
 
-def test_the_document_names_what_exists() -> None:
-    assert missing(DOCUMENT.read_text(encoding="utf-8")) == []
+@pytest.mark.parametrize("path", [DOCUMENT, *DETAILS], ids=lambda path: path.stem)
+def test_the_document_names_what_exists(path: Path) -> None:
+    assert missing(path.read_text(encoding="utf-8")) == []
+
+
+def test_the_document_is_short_and_leads_to_all_details() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert len(text.split()) <= WORDS
+    assert text.count("\n```\n") == 2  # one figure
+    assert {path.name for path in DETAILS} == set(re.findall(r"explanation/([\w-]+\.md)", text))
 
 
 def test_a_missing_name_is_seen() -> None:
