@@ -22,7 +22,7 @@ PLAIN: tuple[str, ...] = (
 PLAIN += ("docs/structure", "docs/measured", "docs/serving", "docs/index", "docs/shipped")
 PLAIN += tuple(
     path.relative_to(ROOT).with_suffix("").as_posix()
-    for folder in ("tutorial", "how-to", "reference")
+    for folder in ("tutorial", "how-to", "reference", "measured", "explanation")
     for path in sorted((ROOT / "docs" / folder).glob("*.md"))
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
@@ -85,3 +85,31 @@ def test_the_denoisers_of_the_table_are_cases_of_the_zoo() -> None:
     assert names
     assert set(names) <= set(ZOO)
     assert len(set(names)) == len(names)
+
+
+def entries(text: str) -> list[str]:
+    """The list items of a document, without the space around their lines."""
+    found = re.findall(r"^- .*(?:\n  .*)*", text, re.M)
+    return [" ".join(item.split())[2:] for item in found]
+
+
+def long(text: str, most: int = 25) -> list[str]:
+    return [item for item in entries(text) if len(item.split()) > most]
+
+
+def test_an_entry_of_the_changelog_has_at_most_25_words() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert len(entries(text)) >= 30
+    assert long(text) == []
+
+
+def test_a_long_entry_is_found() -> None:
+    words = " ".join(["word"] * 24)
+    assert long(f"- {words}\n  end\n- {words} end more\n") == [f"{words} end more"]
+
+
+def test_a_version_without_predecessor_lists_features_only() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    if re.findall(r"^## (\S+)", text, re.M) == ["0.1.0,"]:
+        assert re.findall(r"^### (Added|Changed|Fixed|Removed)", text, re.M) == []
+        assert re.findall(r"\bbefore, |\bno longer\b|\bformer default\b", text) == []

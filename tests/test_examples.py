@@ -31,12 +31,14 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+SHOWN = re.compile(r"^```text\n(.*?)^```", re.M | re.S)
 PAGES = {
     f"{path.parent.name}/{path.stem}": BLOCK.findall(path.read_text(encoding="utf-8"))
     for folder in ("tutorial", "how-to")
     for path in sorted((ROOT / "docs" / folder).glob("*.md"))
 }
 BEFORE = {"how-to/storage": PAGES["how-to/denoisers"][:1]}  # what a page takes from another one
+PRINTS = {"tutorial/first-edit": 2}  # how many listings, the first ones, show what the code prints
 GIVEN = {"pipe", "photo", "mask", "edges"}  # what the code of a page may use beside its own
 GIVEN_TO = {"how-to/adapters": {"denoiser", "updates"}}
 
@@ -138,7 +140,12 @@ def test_the_code_of_a_page_defines_what_it_uses(page: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
-def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_code_of_a_page_runs(
+    page: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     monkeypatch.chdir(tmp_path)
     inpaint = PIPES["StableDiffusionInpaintPipeline-spoken"].build
     pipe = inpaint()
@@ -162,3 +169,8 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
     assert blocks
     for block in blocks:
         exec(compile(block, page, "exec"), vars(module))
+    printed = capsys.readouterr().out
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    for listing in SHOWN.findall(text)[: PRINTS.get(page, 0)]:
+        lines = [line.removesuffix("…").rstrip() for line in listing.splitlines()]
+        assert [line for line in lines if line not in printed] == []

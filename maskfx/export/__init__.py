@@ -1,9 +1,9 @@
-"""Exports a compiled denoiser for deployments without Python: graphs, manifest, host.
+"""Exports a compiled denoiser for deployments without PyTorch: graphs, manifest, host.
 
 `maskfx.export` is also called: `maskfx.export(pipe, path)`. The host and the manifest need NumPy
 alone, so nothing here imports PyTorch before that call.
 
-May import: compiler, ops, ir, runtime, pipelines, errors. Begin with `exporter.py`.
+May import: pipelines, runtime, compiler, ops, ir, config, errors. Begin with `exporter.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """Compiled diffusers pipelines, whose denoisers compute only masked sites.
 
-May import: runtime, ir, config, errors. Begin with `compile.py`.
+May import: runtime, ops, ir, config, errors. Begin with `compile.py`.
 """

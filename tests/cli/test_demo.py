@@ -15,6 +15,7 @@ from maskfx.cli import demo
 from maskfx.cli.demo_sheet import GAP, LINE, SIDE, Panel, difference, masked, sheet
 from maskfx.errors import InputError
 from maskfx.pipelines.state import Template
+from maskfx.runtime import cpu_threads
 from tests.factories.shipped import ship_dit, ship_unet
 
 
@@ -72,6 +73,37 @@ def test_libraries_are_quiet_for_the_time_of_the_demo(capfd: pytest.CaptureFixtu
     assert [str(one.message) for one in warned] == []
     assert capfd.readouterr() == ("", "")
     assert before == [(one.get_verbosity(), one.is_progress_bar_enabled()) for one in libraries]
+
+
+def test_both_sides_use_the_cores_that_are_left(monkeypatch: pytest.MonkeyPatch):
+    """As many threads in the parts of the dense side's modules as in maskfx's graphs."""
+    left = iter([3, 2, 3, 2, 3])  # at each call of the dense side, then in its part
+    monkeypatch.setattr(cpu_threads, "cores_left", lambda threads: next(left))
+    seen: list[int] = []
+
+    class Inner(torch.nn.Module):
+        def forward(self) -> None:
+            seen.append(torch.get_num_threads())
+
+    inner, before = Inner(), torch.get_num_threads()
+    outer = torch.nn.Sequential(inner)
+    with demo.settling([outer]):
+        [times] = demo.alternate([lambda: inner()], 1)
+    assert seen == [2, 2]
+    assert len(times) == 1
+    assert torch.get_num_threads() == before
+    inner()  # without hooks
+    assert seen == [2, 2, before]
+
+
+def test_the_ratio_is_the_median_of_the_rounds(monkeypatch: pytest.MonkeyPatch):
+    """A slow round of one side alone changes neither a median nor the ratio."""
+    steps = iter([9.0, 9.0, 4.0, 1.0, 90.0, 1.0, 6.0, 2.0])  # warm-up, then dense and edit in turn
+    pixels = np.zeros((1, 1, 3), np.uint8)
+    monkeypatch.setattr(demo, "timed", lambda pipe, call: demo.Result(pixels, 1.0, next(steps)))
+    pipe: Any = SimpleNamespace(components={})
+    dense, edited, faster = demo.compared(pipe, pipe, {})
+    assert (dense.step, edited.step, faster) == (6.0, 1.0, 4.0)
 
 
 @pytest.mark.slow

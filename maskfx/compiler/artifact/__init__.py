@@ -1,4 +1,5 @@
 """Compiled programs outside their process: saved to a file, loaded without capture or passes.
 
-May import: what the rest of `compiler` imports. Begin with `artifact.py`.
+May import: compiler/build_program, compiler/capture, compiler/compile, ir, ops, passes, errors.
+Begin with `artifact.py`.
 """

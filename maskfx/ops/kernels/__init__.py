@@ -4,5 +4,5 @@ Where a kernel isn't there or doesn't serve a call, the plain implementation run
 implementations that operators choose on CUDA; the other files have one kernel, or a few, and the
 function that launches it. Triton is imported by the first call that launches a kernel.
 
-May import: the plain operators of `ops`. Begin with `cuda.py`.
+May import: ops/*.py; the plain operators. Begin with `cuda.py`.
 """

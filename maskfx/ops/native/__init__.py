@@ -5,5 +5,5 @@ writes to dozens of buffers; the calls of PyTorch and NumPy cost more than the w
 compiled by the machine's C compiler at the first call, in about half a second, and kept. Where
 there is no compiler, the plain implementations run.
 
-May import: the plain operators of `ops`. Begin with `cpu.py`.
+May import: ops/*.py, ops/kernels/serves; the plain operators. Begin with `cpu.py`.
 """

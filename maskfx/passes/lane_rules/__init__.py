@@ -1,4 +1,5 @@
 """Rules for how the axes of a value pass through each kind of operator.
 
-May import: ir, and the passes' context and operators. Begin with `marker.py`.
+May import: passes/*.py, ir; of the passes their context, operators and analyses. Begin with
+`marker.py`.
 """

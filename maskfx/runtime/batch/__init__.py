@@ -1,4 +1,5 @@
 """Builds the graph inputs of one batch, converts values to rows and back, counts FLOPs and bytes.
 
-May import: runtime's sites and cache, ops, ir, errors. Begin with `frame.py`.
+May import: runtime/backends, runtime/cache, runtime/devices, runtime/lora, runtime/sites, compiler,
+ops, ir, errors. Begin with `frame.py`.
 """

@@ -1,4 +1,4 @@
 """Child processes of any kind: start, watch and end them, and exchange messages with them.
 
-May import: nothing of maskfx, and not torch. Begin with `child_process.py`.
+May import: nothing of maskfx; not torch either. Begin with `child_process.py`.
 """

@@ -1,4 +1,5 @@
 """Templates: recorded steps under one name, their size in bytes, and byte budgets for them.
 
-May import: runtime's steps, batch, cache, planner and sites, ir, errors. Begin with `templates.py`.
+May import: runtime/*.py, runtime/batch, runtime/cache, runtime/planner, runtime/sites,
+compiler/capture, ir, errors. Begin with `templates.py`.
 """

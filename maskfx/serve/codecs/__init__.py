@@ -1,4 +1,4 @@
 """Decodes, resizes, pastes and encodes images in dedicated processes.
 
-May import: serve's shared files, runtime/processes. Begin with `pool.py`.
+May import: serve/*.py, runtime/processes. Begin with `pool.py`.
 """

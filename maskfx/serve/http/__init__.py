@@ -1,7 +1,7 @@
 """Everything between the socket and the `Frontend`: parses and validates requests, enforces limits,
 checks API keys, decodes images, writes JSON responses and server-sent events.
 
-May import: serve's shared files and codecs. Begin with `app.py`.
+May import: serve/*.py, serve/codecs, maskfx. Begin with `app.py`.
 """
 
 from maskfx.serve.http.app import create_app

@@ -2,6 +2,6 @@
 
 `scheduler.py` serves; `rounds.py` shares several devices, in the engine through `elastic.py`.
 
-May import: serve's shared files, errors, the engine's policy of rounds, and runtime's step
-selection and least squares. Begin with `scheduler.py`.
+May import: serve/*.py, engine/round_policy, runtime/planner/least_squares,
+runtime/reuse/step_selection, runtime/step_kinds, ir, errors. Begin with `scheduler.py`.
 """

@@ -1,4 +1,4 @@
 """Worker processes, their supervision, and the link to them.
 
-May import: serve's shared files, models and runtime/processes. Begin with `supervisor.py`.
+May import: serve/*.py, serve/models, maskfx, runtime/processes, errors. Begin with `supervisor.py`.
 """

@@ -1,4 +1,4 @@
 """The routes of the HTTP app.
 
-May import: the other files of `http/`, serve's shared files. Begin with `images.py`.
+May import: serve/http/*.py, serve/*.py, maskfx. Begin with `images.py`.
 """
