@@ -257,7 +257,7 @@ def test_roles_can_be_given() -> None:
     assert found == given
 
     class Last(nn.Module):
-        """Channels last, which no example tells."""
+        """Channels last, which no example shows."""
 
         def __init__(self) -> None:
             super().__init__()

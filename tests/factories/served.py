@@ -84,7 +84,7 @@ def build(name: str) -> Any:
 
 
 class Told:
-    """What a model told, by job; safe between threads."""
+    """What a model reported, by job; safe between threads."""
 
     def __init__(self) -> None:
         self.answers: queue.Queue[Made | Failed] = queue.Queue()
@@ -112,7 +112,7 @@ class Told:
 
 
 class Served:
-    """A model and what it told."""
+    """A model and what it reported."""
 
     def __init__(self, pipe: Any, **settings: Any) -> None:
         settings = {"helpers": "off"} | settings  # the measurement starts a process

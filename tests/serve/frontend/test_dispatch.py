@@ -40,7 +40,7 @@ DRAWN = PICTURE.shape
 
 @dataclass
 class Desk:
-    """A dispatch with what it said."""
+    """A dispatch with what it reported."""
 
     dispatch: Dispatch
     metrics: Metrics
@@ -54,7 +54,7 @@ class Desk:
         return ticket
 
     def jobs(self) -> list[tuple[str, str, int]]:
-        """Who was started where, which time; since the last question."""
+        """What was started where, which time; since the last question."""
         jobs = [(worker, m.id, m.attempt) for worker, m in self.said if isinstance(m, Job)]
         self.said.clear()
         return jobs

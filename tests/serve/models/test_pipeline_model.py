@@ -156,7 +156,7 @@ def test_what_a_folder_cant_tell_is_refused(
 
 
 def test_a_folders_strength_may_leave_few_steps(tmp_path: Path) -> None:
-    """Of the two of a first edit it would leave none; costs are told of what is left."""
+    """Of the two of a first edit it would leave none; costs are fitted to what is left."""
     build("StableDiffusionInpaintPipeline-9").save_pretrained(tmp_path)
     (tmp_path / "call.json").write_text(json.dumps({"strength": 0.3}))
     served = Served(None, model=str(tmp_path))
@@ -341,7 +341,7 @@ def test_a_picture_from_nothing(served: Served) -> None:
     assert np.abs(a - b).max() > 1
 
 
-# What is told meanwhile.
+# What is reported meanwhile.
 
 
 def test_progress_previews_and_steps_are_told(served: Served) -> None:
@@ -367,7 +367,7 @@ def test_a_job_that_wants_no_previews_gets_none(served: Served) -> None:
 
 
 def test_a_traced_job_tells_what_its_time_went_to(served: Served) -> None:
-    """A picture that nobody recorded: its recording comes first."""
+    """A picture that was not recorded: its recording comes first."""
     spells = served.told.spells
     spells.clear()
     began = time.monotonic()
