@@ -10,6 +10,7 @@ import pytest
 import maskfx
 
 EXPORTED = [
+    "Adapter",
     "AdapterError",
     "Adapters",
     "BatchPolicy",
@@ -24,6 +25,7 @@ EXPORTED = [
     "CompiledDenoiser",
     "DeadlineMissed",
     "DenseStep",
+    "DeviceMover",
     "EditSession",
     "EditStep",
     "Engine",
@@ -32,6 +34,7 @@ EXPORTED = [
     "InputError",
     "Loader",
     "Lora",
+    "LowRank",
     "MaskError",
     "MaskfxError",
     "Masks",

@@ -25,6 +25,7 @@ MANIFEST: dict[str, Any] = {
     "sizes": {"tokens": None, "y": None, "batch": None},
     "regions": [],
 }
+UNUSED: Any = None
 BLOCK = BlockTimes(((BlockChoice("all"),),))
 
 
@@ -51,7 +52,9 @@ def shapes(arguments: list[dict[str, Any]], *found: tuple[int, ...]) -> Callable
         (shapes([TALL, HALF], (4,), (3,)), r"\(y/2\) is 3, expected 2; pass arguments that agree"),
         (shapes([FREE, FREE], (4,), (5,)), "its tokens is 5, but 4 in x; pass arguments that"),
         (
-            partial(check_regions, MANIFEST, None, np.ones(4, bool), {1: np.ones(4, bool)}, None),
+            partial(
+                check_regions, MANIFEST, UNUSED, np.ones(4, bool), {1: np.ones(4, bool)}, UNUSED
+            ),
             r"there is no region 1, only \[\]; use one of these, or leave it out",
         ),
     ],

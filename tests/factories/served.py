@@ -89,7 +89,7 @@ class Told:
     def __init__(self) -> None:
         self.answers: queue.Queue[Made | Failed] = queue.Queue()
         self.progress: list[Progress] = []
-        self.sketches: list[PreviewMade] = []
+        self.previews: list[PreviewMade] = []
         self.steps: list[Stepped] = []
         self.spells: list[JobSpan] = []
         self.moved = threading.Event()
@@ -97,7 +97,7 @@ class Told:
     def __call__(self, message: Any) -> None:
         kinds: dict[type, list[Any]] = {
             Progress: self.progress,
-            PreviewMade: self.sketches,
+            PreviewMade: self.previews,
             Stepped: self.steps,
             JobSpan: self.spells,
         }

@@ -640,7 +640,7 @@ def test_one_thread_does_what_a_list_would_do(tmp_path: Path, seed: int):
 
 
 def test_a_device_tier_needs_a_mover():
-    with pytest.raises(InputError, match="give mover=DeviceMover"):
+    with pytest.raises(InputError, match=r"give mover=maskfx\.DeviceMover"):
         Tiers(host_bytes=1, device_bytes=1)
 
 

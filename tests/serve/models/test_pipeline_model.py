@@ -346,13 +346,13 @@ def test_a_picture_from_nothing(served: Served) -> None:
 
 def test_progress_previews_and_steps_are_told(served: Served) -> None:
     told = served.told
-    for heard in (told.progress, told.sketches, told.steps):
+    for heard in (told.progress, told.previews, told.steps):
         heard.clear()
     made = served.made(job("p", steps=6, strength=1.0, previews=2), edit(5))
     assert [(p.id, p.step, p.steps) for p in told.progress] == [("p", n, 6) for n in range(1, 7)]
-    assert [(s.id, s.attempt, s.index) for s in told.sketches] == [("p", 1, 0), ("p", 1, 1)]
-    for sketch in told.sketches:
-        assert np.array_equal(sketch.pixels[~square()], picture(5)[~square()])
+    assert [(s.id, s.attempt, s.index) for s in told.previews] == [("p", 1, 0), ("p", 1, 1)]
+    for preview in told.previews:
+        assert np.array_equal(preview.pixels[~square()], picture(5)[~square()])
     recorded, edited = 2 * 256, 2 * COMPUTED  # both branches of guidance
     # so short a run forecasts none
     assert [s.sites for s in told.steps] == [recorded] * 6 + [edited] * 6
@@ -361,9 +361,9 @@ def test_progress_previews_and_steps_are_told(served: Served) -> None:
 
 
 def test_a_job_that_wants_no_previews_gets_none(served: Served) -> None:
-    served.told.sketches.clear()
+    served.told.previews.clear()
     served.made(job(steps=4), edit(5))
-    assert not served.told.sketches
+    assert not served.told.previews
 
 
 def test_a_traced_job_tells_what_its_time_went_to(served: Served) -> None:
