@@ -225,7 +225,7 @@ def run_shape(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-# Told to people
+# Reports for readers
 
 
 def counted_table(found: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ trained for, edited in full and pasted back, as ComfyUI's CropAndStitch, "only m
 context, and maskfx with a template that was recorded before. With --parts 2 a second mask lies
 elsewhere in the picture, so that the box holds both.
 
-A crop's result isn't the dense one's, for its noise and scale differ; SSIM tells how far it is from
+A crop's result isn't the dense one's, for its noise and scale differ; SSIM compares it with
 it. Whether the picture shows what was asked for is seen by the probe. Writes
 results/crop-and-stitch-<model>.json.
 """

@@ -214,7 +214,7 @@ def late(rounds: int, nets: Sequence[int] = (1, 2)) -> dict[str, Any]:
 
 
 def late_with(nets: int, rounds: int) -> dict[str, Any]:
-    """Edits of a pipeline with so many ControlNets, one thread for each process."""
+    """Edits of a pipeline with a number of ControlNets, one thread for each process."""
     torch.set_num_threads(1)
     pipe, call = control_pipeline(nets)
     pipe(**call(0))  # records the template

@@ -134,7 +134,7 @@ def busy_seconds() -> float:
     return sum(found[pid][1] for pid in own if pid in found)
 
 
-# What a result says of itself
+# What a result records of itself
 
 
 def commit() -> str:

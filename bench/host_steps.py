@@ -52,7 +52,7 @@ NARROW: dict[str, tuple[dict[str, Any], Size]] = {
     ),
 }
 RECORDINGS = 5
-SHARE = 5  # one site in so many is masked
+SHARE = 5  # one site in this number is masked
 VIEWS = ("view", "expand", "slice", "select", "squeeze", "permute", "transpose", "aten.t.")
 VIEWS += ("detach", "as_strided", "alias", "split", "unbind", "lift_fresh", "empty")
 

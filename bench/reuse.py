@@ -156,7 +156,7 @@ class Loop:
 
 
 def sides_of(calls: int) -> dict[str, Side]:
-    """Dense and every setting; a name says all of it."""
+    """Dense and every setting; a name holds all of it."""
     sides: dict[str, Side] = {}
     for blend in (False, True):
         place = "blended" if blend else "free"

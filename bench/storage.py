@@ -52,7 +52,7 @@ SHARED = (2, 4)
 SHARED_AS = ("lossless", "8 bit")
 SDXL_STEPS, SDXL_BRANCHES = 50, 2
 READ_RATIO = 0.2
-FLASHPS_GIB = 2.6  # per template, as the paper says
+FLASHPS_GIB = 2.6  # per template, as the paper reports
 NOTE = (
     "Random weights. Rounding errors carry over to real ones roughly; sharing errors are "
     "meaningless in absolute terms: how much neighbouring steps differ is a matter of training."
@@ -302,7 +302,7 @@ def template(
     }
 
 
-# Told to people
+# Reports for readers
 
 
 def bytes_table(found: Sequence[dict[str, Any]]) -> str:

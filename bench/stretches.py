@@ -6,7 +6,7 @@ A picture is recorded, then edited with another prompt: the same latent and time
 The error is that of the masked sites against the module's own dense run of the new prompt. The
 weights are random, so the errors say how the settings compare, not how good pictures are. Beside
 the edits with k first blocks wide stand the module itself and a denoiser that was compiled without
-stretches, which says what it costs to have them. Writes bench/results/stretches.json.
+stretches, which shows what it costs to have them. Writes bench/results/stretches.json.
 """
 
 from __future__ import annotations

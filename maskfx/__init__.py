@@ -41,11 +41,14 @@ if TYPE_CHECKING:
     from maskfx.pipelines.quality import Quality as Quality
     from maskfx.pipelines.state import Template as Template
     from maskfx.runtime.cache.loader import Loader as Loader
+    from maskfx.runtime.cache.movers import DeviceMover as DeviceMover
     from maskfx.runtime.cache.step_cache import StepCache as StepCache
     from maskfx.runtime.cache.store import Store as Store
     from maskfx.runtime.cache.tiers import Tiers as Tiers
     from maskfx.runtime.denoiser import CompiledDenoiser as CompiledDenoiser
     from maskfx.runtime.editing import editing as editing
+    from maskfx.runtime.lora.adapter import Adapter as Adapter
+    from maskfx.runtime.lora.adapter import LowRank as LowRank
     from maskfx.runtime.lora.registry import Adapters as Adapters
     from maskfx.runtime.reuse.patches import PatchReuse as PatchReuse
     from maskfx.runtime.reuse.policy import ReusePolicy as ReusePolicy
@@ -62,6 +65,7 @@ __version__ = "0.1.0"
 
 # module that defines each public name
 HOMES = {
+    "Adapter": "maskfx.runtime.lora.adapter",
     "AdapterError": "maskfx.errors",
     "Adapters": "maskfx.runtime.lora.registry",
     "BatchPolicy": "maskfx.engine.batch_policy",
@@ -76,6 +80,7 @@ HOMES = {
     "CompiledDenoiser": "maskfx.runtime.denoiser",
     "DeadlineMissed": "maskfx.errors",
     "DenseStep": "maskfx.runtime.steps",
+    "DeviceMover": "maskfx.runtime.cache.movers",
     "EditSession": "maskfx.runtime.reuse.session",
     "EditStep": "maskfx.runtime.steps",
     "Engine": "maskfx.engine.engine",
@@ -84,6 +89,7 @@ HOMES = {
     "InputError": "maskfx.errors",
     "Loader": "maskfx.runtime.cache.loader",
     "Lora": "maskfx.pipelines.lora",
+    "LowRank": "maskfx.runtime.lora.adapter",
     "MaskError": "maskfx.errors",
     "MaskfxError": "maskfx.errors",
     "Masks": "maskfx.runtime.sites.masks",

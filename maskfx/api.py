@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
 from maskfx.config import Settings
 from maskfx.errors import InputError
+from maskfx.pipelines.check_settings import PipelineSettings, check_names, check_types
 from maskfx.pipelines.compile import compile_pipeline, explain_pipeline
 from maskfx.pipelines.pipeline import is_pipeline
 from maskfx.runtime.cache.loader import Loader
+from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.explain import explain as table
 from maskfx.runtime.make_denoiser import compiled
 
@@ -30,7 +33,7 @@ def compile(
     stretches: bool = False,
     loader: Loader | None = None,
     programs: str | Path | None = None,
-    **of_pipeline: Any,
+    **of_pipeline: Unpack[PipelineSettings],
 ) -> Any:
     """Compile a diffusers pipeline, or a denoiser, so that edits compute only their masked sites.
 
@@ -50,10 +53,13 @@ def compile(
             same module, versions and settings captures nothing.
         loader: loads cached rows while the graph computes.
         of_pipeline: `quality=` (by default `"balanced"`, which computes about one step in four;
-            `"all-steps"` computes all), `tiers=`, `share=`, `keep=` and `budget=` of a pipeline:
-            how it edits, and where and in how many bytes its templates are stored
-            (`maskfx.pipelines.compile`).
+            `"all-steps"` computes all), `tiers=`, `share=`, `keep=`, `budget=`, `costs=`,
+            `adapters=`, `patch_bytes=` and `remember=` of a pipeline: how it edits, and where and
+            in how many bytes its templates are stored (`maskfx.pipelines.compile`).
     """
+    where = f"compile({type(module).__name__})"
+    check_names(where, of_pipeline, ACCEPTED)
+    check_types(where, {"loader": loader, "programs": programs, **of_pipeline})
     if plans is None and not is_pipeline(module):
         plans = False
     settings = Settings(
@@ -68,7 +74,7 @@ def compile(
     if is_pipeline(module):
         if example_inputs is not None or roles is not None:
             raise InputError(
-                f"compile({type(module).__name__}): example_inputs= and roles= apply to a "
+                f"{where}: example_inputs= and roles= apply to a "
                 "denoiser, not to a pipeline; leave them out, or compile the denoiser alone"
             )
         return compile_pipeline(module, settings, loader=loader, **of_pipeline)
@@ -79,14 +85,26 @@ def compile(
         )
     if of_pipeline:
         raise InputError(
-            f"compile({type(module).__name__}): {sorted(of_pipeline)} apply to a pipeline, not to "
+            f"{where}: {sorted(of_pipeline)} apply to a pipeline, not to "
             "a denoiser; leave them out, or compile the pipeline"
         )
     return compiled(module, settings, roles, example_inputs, loader)
+
+
+# the keyword arguments of compile()
+ACCEPTED = [
+    *[p.name for p in inspect.signature(compile).parameters.values() if p.default is not p.empty],
+    *PipelineSettings.__annotations__,
+]
 
 
 def explain(denoiser: Any, mask_ratio: float = 0.1) -> str:
     """Return a table of the compiler's changes to a denoiser, or to a pipeline's denoisers."""
     if is_pipeline(denoiser):
         return explain_pipeline(denoiser, mask_ratio)
+    if not isinstance(denoiser, CompiledDenoiser):
+        raise InputError(
+            f"explain(): expected a compiled pipeline or denoiser, got {type(denoiser).__name__}; "
+            "pass what maskfx.compile() returned"
+        )
     return table(denoiser, mask_ratio)

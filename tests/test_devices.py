@@ -2,7 +2,7 @@
 
 What is right on the CPU is right there, every operator's tensors lie on one device, and the host
 waits for it at most twice in a step, at places that are listed here. The graphs are also run under
-fake tensors of a CUDA device, which tell of types and devices what no emulation can.
+fake tensors of a CUDA device, which show of types and devices what no emulation can.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FLUX = "FluxTransformer2DModel"
 # a UNet, packed and patched joint attention; the rest of the zoo takes minutes
 QUICK = (FLUX, "UNet2DConditionModel-sd15", "SD3Transformer2DModel")
 ZOO_CASES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ZOO]
-# one of each kind: the mask over the latents, told to the denoiser, a ControlNet, a reference
+# one of each kind: the mask over the latents, passed to the denoiser, a ControlNet, a reference
 KINDS = ["FluxInpaintPipeline", "FluxKontextPipeline"]
 SLOW_KINDS = ["StableDiffusionInpaintPipeline-9", "StableDiffusionControlNetInpaintPipeline"]
 PIPE_CASES = [*KINDS, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_KINDS)]
@@ -479,7 +479,7 @@ def test_a_device_out_of_memory_fails_the_request_and_no_other(flux_pipe: Any) -
         emulated.failing(fails),
     ):
         tickets = [engine.submit(flux_pipe, **edit_of(KINDS[0], DEVICE)) for _ in range(2)]
-        # halves of the step run by themselves, so nobody fails of one lack of memory
+        # halves of the step run by themselves, so no request fails of one lack of memory
         assert all(abs(pixels(t.result()) - wanted).max() <= 1 for t in tickets)
     assert not left["fails"]
 

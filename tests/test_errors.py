@@ -103,7 +103,7 @@ def test_cache_of_another_size(size: Size, seen: str) -> None:
 
 
 def test_cache_of_as_many_tokens_in_another_shape() -> None:
-    """4 x 6 tokens aren't 6 x 4: only Python numbers tell them apart in this model."""
+    """4 x 6 tokens aren't 6 x 4: only Python numbers distinguish them in this model."""
     name, wide, tall = "QwenImageTransformer2DModel", Size(1, 4, 6, 7), Size(1, 6, 4, 7)
     kept = record(name, wide, 0)[1]
     with pytest.raises(maskfx.CacheError):

@@ -10,6 +10,7 @@ import pytest
 import maskfx
 
 EXPORTED = [
+    "Adapter",
     "AdapterError",
     "Adapters",
     "BatchPolicy",
@@ -24,6 +25,7 @@ EXPORTED = [
     "CompiledDenoiser",
     "DeadlineMissed",
     "DenseStep",
+    "DeviceMover",
     "EditSession",
     "EditStep",
     "Engine",
@@ -32,6 +34,7 @@ EXPORTED = [
     "InputError",
     "Loader",
     "Lora",
+    "LowRank",
     "MaskError",
     "MaskfxError",
     "Masks",
@@ -76,7 +79,7 @@ def test_the_type_checker_is_told_the_same_homes():
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("maskfx.")
         for alias in node.names
     }
-    # a room that is called is told as the function that it calls
+    # a room that is called is listed as the function that it calls
     rooms = {name: home for name, home in maskfx.HOMES.items() if home == f"maskfx.{name}"}
     assert all(told[name].startswith(f"{home}.") for name, home in rooms.items())
     assert {**told, **rooms} == maskfx.HOMES

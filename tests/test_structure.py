@@ -1,4 +1,4 @@
-"""The package stays small at the top, each room says what it is for, and the document is true."""
+"""The package stays small at the top, each room states what it is for, and the document is true."""
 
 import ast
 import re

@@ -24,7 +24,8 @@ def words() -> ModuleType:
 
 def test_the_checked_files_follow_the_rule(words: ModuleType) -> None:
     files = list(words.checked_files())
-    assert len(files) > 200
+    assert len(files) > 1000
+    assert {path.suffix for path in files} == {".py", ".md", ""}
     assert [fault for path in files for fault in words.found_in(path)] == []
 
 
@@ -43,4 +44,29 @@ def test_forbidden_words_are_found_in_prose_only(
     assert [fault.split(": write")[0] for fault in found] == [
         "sample.py:1: 'Nobody'",
         "sample.py:2: 'so many'",
+    ]
+
+
+def test_messages_of_errors_and_logs_are_prose(
+    words: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "sample"  # a script without an ending
+    path.write_text(
+        "#!/usr/bin/env python3\n"
+        "def refuse(name):\n"
+        '    log.warning("nobody reads %s", name)\n'
+        '    print("nobody")\n'
+        "    other = InputError(\n"
+        '        f"{name}: it was told "\n'
+        '        "so much; `who`"\n'
+        "    )\n"
+        '    raise NotLaned(f"the {name} says it")\n'
+    )
+    monkeypatch.setattr(words, "ROOT", tmp_path)
+    found = list(words.found_in(path))
+    assert [fault.split(": write")[0] for fault in found] == [
+        "sample:3: 'nobody'",
+        "sample:6: 'told'",
+        "sample:6: 'so much'",
+        "sample:9: 'says'",
     ]

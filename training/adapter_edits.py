@@ -5,7 +5,7 @@
 - A LoRA: one thing gets another colour and shape, as in training.edits, with the LoRA; the style
   probe names the style of what was painted. Beside it stand the same edits without a LoRA.
 - The ControlNet: the control picture has the edges of the scene with the new thing, and the prompt
-  names its colour alone, so that only the edges can tell the shape. Beside it stand the same edits
+  names its colour alone, so that only the edges can show the shape. Beside it stand the same edits
   without the ControlNet, and edits with the edges and the whole prompt.
 
 Pipelines run densely, as diffusers runs them. Asked for: the style in 90 % of the edits, the shape

@@ -40,7 +40,7 @@ from training.unet import FLOOR, make_scheduler, velocity_loss
 
 Pixels = NDArray[np.uint8]
 HELD_OUT = range(768, 800)  # seeds of crops that no training sees
-POOL, NEW = 1024, 4  # crops that a step draws from; so many are new with each step
+POOL, NEW = 1024, 4  # crops that a step draws from; this many are new with each step
 FRESH = 10_000  # the first seed of others
 BATCH = 12
 RANK = 8
@@ -49,7 +49,7 @@ TONES = {"dark": (64, 32, 10), "light": (255, 232, 184)}  # of old, faded photog
 BRIGHTNESS = (0.299, 0.587, 0.114)  # what a pixel's channels add to it
 ADAPTED = ("to_q", "to_k", "to_v", "to_out.0", "conv1", "conv2", "ff.net.2")
 DROPPED = {"style": 0.1, "edges": 0.3}  # how often the caption is left out
-COLOUR_ALONE = 0.6  # how often a ControlNet is told nothing but the colour
+COLOUR_ALONE = 0.6  # how often a ControlNet gets nothing but the colour
 # what a trained ControlNet's results are multiplied with: diffusers' pipelines for inpainting take
 # half of them by default
 STRENGTH = 2.0

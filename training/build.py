@@ -65,7 +65,7 @@ def dit_pipeline(runs: Path) -> FluxFillPipeline:
 
 PROBES = {"probe": KEPT, "style_probe": KEPT_STYLES}  # files beside this one
 PIPELINES = {"unet": unet_pipeline, "dit": dit_pipeline}
-# what each is told, as it was trained
+# what each gets, as it was trained
 CALLS = {
     "unet": {"guidance_scale": 3.0, "num_inference_steps": 25, "strength": 1.0},
     "dit": {"max_sequence_length": 32, "num_inference_steps": 25, "strength": 1.0},
@@ -106,7 +106,7 @@ def build(name: str, runs: Path, target: Path) -> Path:
 
 
 def forget_paths(folder: Path) -> None:
-    """Configs say where on this machine a part was loaded from; nobody else has that."""
+    """Configs say where on this machine a part was loaded from; no other machine has that."""
     for path in folder.rglob("config.json"):
         told = json.loads(path.read_text(encoding="utf-8"))
         if told.pop("_name_or_path", None) is not None:

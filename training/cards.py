@@ -46,7 +46,7 @@ edited = pipe(
 NOTES = {
     "unet": "",
     "dit": """
-The pipeline fills texts up to `max_sequence_length`, 512 tokens unless told otherwise. 32 hold \
+The pipeline fills texts up to `max_sequence_length`, 512 tokens unless set otherwise. 32 hold \
 every caption and are what most of the training saw; it is quicker too. Its default size is 1024, \
 so say 256.
 """,
@@ -138,7 +138,7 @@ def quality(name: str, results: Path) -> str:
     return f"""## Edits
 
 Of {found["edits"]} edits of held-out scenes, the edited thing has the asked colour in \
-{found["colour"]:.1%} and the asked shape in {found["shape"]:.1%}, says a probe that gets \
+{found["colour"]:.1%} and the asked shape in {found["shape"]:.1%}, as judged by a probe that gets \
 {found["probe_colour"]:.1%} and {found["probe_shape"]:.1%} right on painted scenes \
 (`python -m training.edits {name}`).
 """
@@ -230,7 +230,7 @@ def adapter_quality(results: Path) -> str:
     return f"""## Edits
 
 Of {found["edits"]} edits of held-out scenes, {found["steps"]} steps each, what was painted has \
-the style in {said}, says a probe.
+the style in {said}, as judged by a probe.
 
 In {found["edits_with_edges"]} edits with `edges` and a prompt that names the colour alone the \
 thing has the shape of the edges in {edges["edges_and_colour"]["shape"]:.1%} (without them \

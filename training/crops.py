@@ -10,7 +10,7 @@ from torch import Tensor
 from training.latents import GRID
 
 WINDOW = 16  # sites along a crop: a quarter of the picture
-CROPPED = 5  # of six steps so many are of crops, four times as many of them
+CROPPED = 5  # of six steps this many are of crops, four times as many of them
 
 
 def is_cropped(step: int) -> bool:

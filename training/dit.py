@@ -34,8 +34,8 @@ from training.words import read_encoder, read_t5
 GUIDANCE = 3.0  # of the teacher
 STEPS_PER_SHARD = 2000  # less than the UNet wants: the teacher answers anew to each noise
 PIXELS = 8 * 8  # mask channels of a site: the pipeline doesn't shrink the mask
-# The pipeline fills texts up to `max_sequence_length`, 512 tokens unless told otherwise. In some
-# steps the model sees so many, with less pictures.
+# The pipeline fills texts up to `max_sequence_length`, 512 tokens unless set otherwise. In some
+# steps the model sees that number, with less pictures.
 MANY, MANY_CHANCE, MANY_SHARE = 512, 0.04, 8
 
 
@@ -211,7 +211,7 @@ class DitTask(Task):
         return (wrong.sum((1, 2)) / weight.sum((1, 2))).mean()
 
     def longest(self, texts: list[str]) -> int:
-        """Of these texts, in tokens: crops have short ones, and the rest says nothing."""
+        """Of these texts, in tokens: crops have short ones, and the rest is empty."""
         return max(len(ids) for ids in self.pieces(texts).input_ids)
 
     def judge(self, averaged: nn.Module) -> Numbers:

@@ -49,7 +49,7 @@ class Edit:
 
 
 def draw_edits(count: int) -> Iterator[Edit]:
-    """Held-out edits; prompts tell of the new thing."""
+    """Held-out edits; prompts name the new thing."""
     for seed in range(count):
         rng = np.random.default_rng((12, seed))
         scene = draw_scene("held-out", 1000 + seed)

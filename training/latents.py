@@ -71,7 +71,7 @@ class Latents:
         return float(self.vae.config.scaling_factor)
 
     def need(self, count: int) -> None:
-        """Hold so many shards, from disk or made now."""
+        """Hold a number of shards, from disk or made now."""
         while len(self.shards) < count:
             path = self.folder / f"shard-{len(self.shards):05d}.safetensors"
             if not path.exists():
@@ -112,7 +112,7 @@ class Latents:
     def pick(
         self, rng: np.random.Generator, count: int, shards: int | None = None
     ) -> list[tuple[int, dict[str, Tensor]]]:
-        """Some scenes, of the first so many shards or of all: their seeds and their rows."""
+        """Some scenes, of the first `count` shards or of all: their seeds and their rows."""
         among = len(self.shards) if shards is None else shards
         seeds = rng.integers(among * SHARD, size=count).tolist()
         return [

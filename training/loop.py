@@ -83,7 +83,7 @@ class Run:
         save_every: float = 300.0,
         cool: float = 0.0,
     ) -> None:
-        """Go on for so many seconds, until all judged figures reach a goal or a signal comes.
+        """Go on for a number of seconds, until all judged figures reach a goal or a signal comes.
 
         In the last `cool` seconds the rate falls to nothing. The end is saved in any case.
         """

@@ -1,6 +1,6 @@
 """Where an edit may paint: around a thing, or anywhere. Masks never follow an outline.
 
-A mask that shows the old shape would tell the model what to draw there.
+A mask that shows the old shape would show the model what to draw there.
 """
 
 from __future__ import annotations

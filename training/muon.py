@@ -1,7 +1,7 @@
 """Steps of equal length in all directions, for the matrices inside a transformer (Muon).
 
 A matrix's gradient, gathered over some steps, is replaced by the nearest one whose singular values
-are all one: what few examples tell counts as much as what many do. A step costs more than Adam's
+are all one: what few examples show counts as much as what many do. A step costs more than Adam's
 and teaches more.
 """
 

@@ -21,7 +21,7 @@ from training.scenes import COLOURS, SHAPES, SIDE, Thing, draw_scene
 from training.vae import as_pictures
 
 CROP = 48
-POOL, NEW = 1024, 4  # pictures that a step's crops are taken from; so many are new with each step
+POOL, NEW = 1024, 4  # pictures that a step's crops are taken from; this many are new with each step
 KEPT = Path(__file__).resolve().parent / "probe.safetensors"
 
 

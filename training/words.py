@@ -1,7 +1,7 @@
 """A text encoder learns what captions say before a denoiser listens to it.
 
 CLIP's encoders come trained; from weights all by chance a denoiser needs most of its training to
-tell one colour's word from another's.
+distinguish one colour's word from another's.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ process.
 
 Asked for: 1.2 times faster at SSIM 0.95 or more on the slow link, and within 5 % of no link. With
 `--scale shipped` the model is the trained UNet of the package with its ControlNet, and SSIM is the
-mean over `--pictures` edits. The other scales have random weights, whose likeness says little:
+mean over `--pictures` edits. The other scales have random weights, whose likeness means little:
 such ControlNets change little from step to step, or their results matter little. Beside SSIM stand
 the relative difference of the latents, that to a run without the ControlNet, and the cosine of the
 network's results of neighbouring steps. Writes adapters-late-control-SCALE.json to bench/results.

@@ -83,14 +83,14 @@ def step_rows(notes: Sequence[Note]) -> list[Row]:
     for worker, steps in ends.items():
         members = members_of(steps, moves[worker])
         for before, now, step, last in zip(members, members[1:], steps[1:], steps, strict=False):
-            # whoever made both went from one to the other; those of unknown steps record
+            # the worker that made both went from one to the other; those of unknown steps record
             if len(now) == len(step.stepped.members) and before & now:
                 rows.append((Composition.of(step.stepped.members), step.at - last.at))
     return rows
 
 
 def members_of(steps: Sequence[Batched], moves: Sequence[Moved]) -> list[set[str]]:
-    """Who made each step: what a request says of a step arrives with what its worker says of it."""
+    """The worker of each step: a request's line of a step arrives with its worker's line of it."""
     ends = np.array([step.at for step in steps])
     found: list[set[str]] = [set() for _ in steps]
     for move in moves:

@@ -58,7 +58,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Mix:
-    """The edits of a run: so many different ones, each of which may come often."""
+    """The edits of a run: `count` different ones, each of which may come often."""
 
     edits: int
     sides: tuple[int, ...]
@@ -150,7 +150,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What the simulator is told."""
+    """What the simulator gets."""
 
     costs: FittedCosts
     front: float = 0.0  # seconds of every request at the front
@@ -183,7 +183,7 @@ async def calibrated(run: Run, workers: int, requests: int) -> Calibrated:
 
 
 def capacity(shared: Sequence[Work], costs: FittedCosts, settings: Row) -> float:
-    """Requests per second, as the simulator says, where a crowd is there at once."""
+    """Requests per second, as the simulator predicts, where a crowd is there at once."""
     workers, slots = settings["workers"], settings["max_num_seqs"]
     scheduler = make_scheduler(settings["scheduler"], settings["router"], costs)
     simulation = Simulation(scheduler, costs, workers, slots, queue=CROWD, host=0)

@@ -1,8 +1,8 @@
-"""A server whose front notes what it tells and hears: launched as any, for bench.agree.
+"""A server whose front notes what it sends and receives: launched as any, for bench.agree.
 
     python -m bench.agree.server '{"model": "fake", "port": 0}' notes.jsonl
 
-A line is written when a request starts on a worker, makes a step, ends, and when a worker says what
+A line is written when a request starts on a worker, makes a step or ends, when a worker sends what
 a step took; moments are of the monotonic clock, which is the same in all processes of a machine.
 """
 

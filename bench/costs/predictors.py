@@ -76,7 +76,7 @@ class Served:
     """The server's: linear in the composition.
 
     Args:
-        firsts: Whether first steps are told apart.
+        firsts: Whether first steps are distinguished.
         levels: Whether sites are weighted by the FLOPs of their levels.
     """
 

@@ -30,7 +30,7 @@ Blocks = dict[str, list[dict[str, Any]]]  # by load
 
 @dataclass(frozen=True)
 class Plan:
-    """So many requests in so many blocks, at each load."""
+    """A number of requests in a number of blocks, at each load."""
 
     requests: int
     blocks: int
@@ -48,7 +48,7 @@ class Served(NamedTuple):
 
 
 def arrivals(bench: Bench, plan: Plan, begun: Blocks, run: str) -> Iterator[Blocks]:
-    """All blocks so far, after each; `begun` are those of an earlier run, `run` says which is."""
+    """All blocks so far, after each; `begun` are those of an earlier run, `run` names a block's."""
     blocks: Blocks = {load: list(known) for load, known in begun.items()}
     group = bench.requests(plan.requests, seed=7)
     size = math.ceil(plan.requests / plan.blocks)
@@ -139,7 +139,7 @@ def over_engine(make: Callable[[], maskfx.Engine], bench: Bench, group: Sequence
 
 
 def over_batches(bench: Bench, group: Sequence[Request], batch: int) -> Any:
-    """diffusers as its own server examples batch: whoever waits goes into the next whole run."""
+    """diffusers as its own server examples batch: what waits goes into the next whole run."""
 
     def serve(arrivals: Sequence[float]) -> list[Served]:
         waiting: queue.Queue[int] = queue.Queue()

@@ -60,7 +60,7 @@ def given_back(bench: Bench, rounds: int, batch: int) -> dict[str, float]:
 
 
 def take_all() -> None:
-    """The calling thread computes with its own number, whoever else does."""
+    """The calling thread computes with its own number, whatever other threads do."""
     giving.compute_with(giving.share.whole)
 
 

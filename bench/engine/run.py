@@ -145,7 +145,7 @@ def overhead(bench: Bench) -> list[dict[str, float]]:
 
 
 def memory(count: int) -> list[dict[str, float]]:
-    """Resident bytes after each quarter of so many requests of a tiny pipeline."""
+    """Resident bytes after each quarter of a number of requests of a tiny pipeline."""
     bench = open_bench(32, 64, 2, prepack=True)
     group = requests(64, 64, seed=9)
     found = []

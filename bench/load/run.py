@@ -93,7 +93,7 @@ async def held(scale: float) -> dict[str, Any]:
 
 
 async def until_held(server: Target, count: int) -> None:
-    """Until so many have arrived; some may be through already."""
+    """Until this number has arrived; some may be through already."""
     while True:
         answer = await server.call(get("/health"))
         assert answer is not None
@@ -229,7 +229,7 @@ async def leaving(scale: float) -> dict[str, Any]:
 
 
 async def crowd(server: Target, count: int, together: int, leave: float) -> list[Answer | None]:
-    """So many calls, so many at a time; some clients leave somewhere on the way."""
+    """A number of calls, some at a time; some clients leave somewhere on the way."""
     random_ = random.Random(0)
     turn = asyncio.Semaphore(together)
     request = edit(SIDE)
@@ -311,7 +311,7 @@ async def overloaded(scale: float) -> dict[str, Any]:
 
 
 async def crowd_for(server: Target, request: bytes, together: int, seconds: float) -> float:
-    """Answers per second, with so many callers that each call again at once."""
+    """Answers per second, with a number of callers that each call again at once."""
     until, served = time.monotonic() + seconds, 0
 
     async def one() -> None:

@@ -83,7 +83,7 @@ def fastest(rows: Sequence[Row], least: float = ENOUGH) -> Row | None:
 
 
 def report(rows: Sequence[Row]) -> Row:
-    """What was asked for: our fastest side at SSIM 0.95, the baselines', and who crosses."""
+    """What was asked for: our fastest side at SSIM 0.95, the baselines', and which sides cross."""
     baselines = [row for row in rows if not is_ours(row) and row["family"] != "patches, oracle"]
     best = {"ours": [*filter(is_ours, rows)], "baselines": baselines}
     found = {name: fastest(some) for name, some in best.items()}

@@ -94,7 +94,7 @@ class Bench:
 
     @contextmanager
     def as_called(self) -> Iterator[None]:
-        """Caches that ask the bed are told of this task's calls."""
+        """Caches that ask the bed are informed of this task's calls."""
         bed, calls = self.bed, self.calls
         steps, calibrate = bed.steps, bed.calibrate
         given = [self.arguments(bed.case(WARM_UP))]

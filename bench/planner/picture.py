@@ -87,7 +87,7 @@ def draw(path: Path) -> None:
 
 
 def bar(axis: Any, row: int, begin: float, end: float, colour: str, alpha: float = 1.0) -> None:
-    """One block on one stream, in milliseconds; a white line tells it from the next."""
+    """One block on one stream, in milliseconds; a white line separates it from the next."""
     if end > begin:
         axis.barh(
             row,

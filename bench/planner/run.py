@@ -120,7 +120,7 @@ def gain_table(rows: list[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """60 blocks of 4 choices; `noise` tells the blocks' costs apart. `later`: not a batch's first
+    """60 blocks of 4 choices; `noise` distinguishes the blocks' costs. `later`: not a batch's first
     step, so that the load stream is ahead."""
 
     batch: int

@@ -4,7 +4,7 @@
 
 One server per side, all over HTTP with real processes, on the CPU; they are asked in turn, in a
 changing order, and each edit is the same for all. `resident` has all rows at hand: the defaults of
-`maskfx serve` on a CPU. The others load them over a link of so many times the bandwidth at which a
+`maskfx serve` on a CPU. The others load them over a link of a multiple of the bandwidth at which a
 step's loads take as long as its compute, measured first: `planned` by the server's defaults,
 `ahead` without plans, `naive` as its graph asks for them, so that loads and compute take turns.
 Wanted: planned within 1.1 of resident. Writes results/planner-serving.json.

@@ -123,7 +123,7 @@ class Bed:
         return Case(index, draw_edit(index), own, noise(own.shape, 20_000_000 + index))
 
     def noise_of(self, index: int, size: int = SIDE) -> Tensor:
-        """The own noise of an edit, for a picture of so many pixels along its sides."""
+        """The own noise of an edit, for a picture of a number of pixels along its sides."""
         channels = self.origin.vae.config.latent_channels
         return noise(torch.Size((1, channels, size // 8, size // 8)), 10_000_000 + index)
 
@@ -147,7 +147,7 @@ class Bed:
         return latents if pack is None else pack(latents, *latents.shape)
 
     def run(self, cases: Sequence[Case], change: Change | None = None) -> list[Made]:
-        """Diffusers' own way, densely unless its denoiser was told otherwise: one call for all.
+        """Diffusers' own way, densely unless its denoiser was set otherwise: one call for all.
 
         `change` gives what is another in a case's arguments; their pictures must have one size.
         """
@@ -168,7 +168,7 @@ class Bed:
         at = kwargs.get("timestep", args[1] if len(args) > 1 else 0.0)
         scheduler = self.pipe.scheduler
         self.timestep = float(torch.as_tensor(at).flatten()[0])
-        if (scheduler.timesteps - self.timestep).abs().min() > 1e-3:  # some are told parts of one
+        if (scheduler.timesteps - self.timestep).abs().min() > 1e-3:  # some get parts of one
             self.timestep *= scheduler.config.num_train_timesteps
         self.clock.start()
 

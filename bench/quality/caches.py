@@ -1,7 +1,7 @@
 """Baselines that skip blocks or steps by what they computed before: diffusers' and cache-dit's.
 
 Each is put on the denoiser for one edit and taken off again. What a model can't take is an error
-that says why.
+that gives the reason.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def first_block(threshold: float) -> Callable[[Bed], AbstractContextManager[None
 
 @dataclass
 class Magnitudes:
-    """MagCache's ratios of a model: it can be told them only after a run that measures them."""
+    """MagCache's ratios of a model: it can get them only after a run that measures them."""
 
     ratios: dict[tuple[int, int], list[float]] = field(default_factory=dict)
 
@@ -160,7 +160,7 @@ def broadcast(interval: int) -> Callable[[Bed], AbstractContextManager[None]]:
 
 def faster(interval: int) -> Callable[[Bed], AbstractContextManager[None]]:
     def put_on(bed: Bed) -> AbstractContextManager[None]:
-        blocks_of(bed)  # elsewhere it finds no attention, and says nothing
+        blocks_of(bed)  # elsewhere it finds no attention, and reports nothing
         config = hooks().FasterCacheConfig(
             spatial_attention_block_skip_range=interval,
             spatial_attention_block_identifiers=(".*transformer_blocks.*attn",),

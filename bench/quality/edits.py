@@ -21,7 +21,7 @@ Mask = NDArray[np.bool_]
 
 FIRST_SCENE = 1_000_000  # other scenes than those of training.edits
 TRIES = 60
-ROOMY = 2.2  # a mask of so many times the thing's own area leaves no doubt what to draw
+ROOMY = 2.2  # a mask of this many times the thing's own area leaves no doubt what to draw
 
 
 def draw_edit(index: int, ratio: float | None = None) -> Edit:

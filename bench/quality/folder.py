@@ -71,7 +71,7 @@ class Folder:
         return any(name not in there for name in names)
 
     def edits(self, count: int) -> list[dict[str, Any]]:
-        """Those of the first so many that were run."""
+        """Those of the first `count` that were run."""
         return [self.edit(i) for i in range(count) if self._place(i).exists()]
 
     def _place(self, index: int) -> Path:

@@ -31,7 +31,7 @@ class Kept:
     encoding: str = "lossless"
     share: int = 1
     stretches: bool = False
-    steps: int | None = None  # as many as dense unless told otherwise
+    steps: int | None = None  # as many as dense unless set otherwise
     any_mask: bool = False  # recorded with nothing masked
 
 

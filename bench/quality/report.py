@@ -1,4 +1,4 @@
-"""From the rows of edits to what is said of each side, which claims hold, and a table."""
+"""From the rows of edits to what is reported of each side, which claims hold, and a table."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ template's. "dense, other background" changes the noise outside only, which give
 All sides of an edit are timed one after another, in another order for each edit, beside the dense
 run that they are compared with. Every finished edit is kept in the folder: a stopped run goes on
 with the same command, and another --sides adds sides to the same edits. Several processes may share
-the edits, with --part 1/2 and --part 2/2, each on a core of its own then. With --together so many
-edits share each step: ours as a ragged batch, the others as one call of diffusers, where they can.
+the edits, with --part 1/2 and --part 2/2, each on a core of its own then. With --together N
+edits share a step: ours as a ragged batch, the others as one call of diffusers, where they can.
 
 Writes quality-<model>.json, -frontier.png and -pictures.png to --out.
 """
@@ -48,12 +48,12 @@ from training.scenes import COLOURS, SHAPES, Thing
 from training.train import RUNS
 from training.vae import as_pictures
 
-PICTURED = 12  # of so many edits all pictures are kept
+PICTURED = 12  # of this many edits all pictures are kept
 Row = dict[str, Any]
 
 
 class Judge:
-    """What is said of a side's picture: numbers against the dense one, and what the probe sees."""
+    """A side's picture: numbers against the dense one, and what the probe sees."""
 
     def __init__(self, runs: Path) -> None:
         self.probe = load_probe(runs)
@@ -158,7 +158,7 @@ class Contest:
     def made(
         self, side: Side, cases: Sequence[Case], opened: Opened | None, dense: list[Made]
     ) -> list[Made] | None:
-        """A baseline that a model doesn't take, or that isn't installed, is left out; it is said
+        """A baseline that a model doesn't take, or that isn't installed, is left out; a line has
         why. Ours must work.
         """
         if side.name == DENSE:

@@ -158,7 +158,7 @@ def cropped(around: int) -> Run:
 
 
 def cut_box(mask: np.ndarray, around: int, edge: int) -> tuple[int, int, int, int]:
-    """Left, top, right, bottom of what holds the mask and so many pixels around it."""
+    """Left, top, right, bottom of what holds the mask and a number of pixels around it."""
 
     def span(line: np.ndarray) -> tuple[int, int]:
         found = np.flatnonzero(line)

@@ -48,7 +48,7 @@ class Progress:
 
 @contextmanager
 def accumulated(blocks: Sequence[nn.Module], bound: float, calls: int) -> Iterator[None]:
-    """The rule on a denoiser's blocks for one request of so many calls."""
+    """The rule on a denoiser's blocks for one request of a number of calls."""
     progress = Progress(bound, calls)
     for index, block in enumerate(blocks):
         first, last = index == 0, index == len(blocks) - 1
@@ -61,7 +61,7 @@ def accumulated(blocks: Sequence[nn.Module], bound: float, calls: int) -> Iterat
 
 
 def told(block: Any, progress: Progress, first: bool, last: bool) -> Any:
-    """A block's forward that skips where the rule says so."""
+    """A block's forward that skips where the rule allows it."""
     original = block.forward
 
     def forward(

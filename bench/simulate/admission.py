@@ -6,9 +6,9 @@ Pictures of three sizes, equally likely; each deadline is drawn from 1 to 5 time
 takes alone, as PatchedServe quotes for deadlines. Poisson and bursty arrivals, over the load. A
 request that is refused, dropped or late is not in time.
 
-fixed batch  batches of one size, first come, first served, which nobody joins under way
+fixed batch  batches of one size, first come, first served, which no request joins under way
 fcfs         first come, first served, sharing steps as soon as a slot is free, all from caches
-slack        the server's: starts a request where it is in time, nobody becomes late by it and the
+slack        the server's: starts a request where it is in time, none becomes late by it and the
              batch gains; drops what can't be in time any more
 
 The knee is the highest load at which `slack` has at least 90 % in time. `points` are those between

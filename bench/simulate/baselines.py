@@ -35,7 +35,7 @@ class FixedBatchScheduler:
     """First come, first served, in batches of one size that run to their end.
 
     An idle worker starts the request that waits longest, and with it the next ones whose pictures
-    have its size, as many as it has slots. Nobody joins a batch under way.
+    have its size, as many as it has slots. No request joins a batch under way.
     """
 
     def decide(self, now: float, waiting: Sequence[Demand], workers: Sequence[Worker]) -> Decision:

@@ -57,7 +57,7 @@ LOADS = (0.5, 0.6, 0.7, 0.8, 0.9)
 SLO_LOADS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.3)
 SIZES = (8, 64, 512, 1000)
 CPU, GPU = "sd15-half-cpu", "sdxl-h800-assumed"
-WORKLOADS = {  # bytes: of half-width SD1.5 as measured (148 MB at 20 %), of SDXL as FlashPS says
+WORKLOADS = {  # bytes: of half-width SD1.5 as measured (148 MB at 20 %), of SDXL as FlashPS reports
     CPU: Workload(sides=(32, 48, 64), bytes_per_site=148.4e6 / 64**2),
     GPU: Workload(sides=(64, 96, 128), bytes_per_site=2.6 * 2**30 / 50 / 128**2),
 }
@@ -294,7 +294,7 @@ def replay(
     trace: Sequence[tuple[Demand, float | None]], scheduler: Scheduler, costs: FittedCosts,
     workers: int, slots: int, queue: int, host: int, front: float = 0.0,
 ) -> Row:  # fmt: skip
-    """What the simulator says of a recorded trace, beside what was measured.
+    """What the simulator predicts of a recorded trace, beside what was measured.
 
     front: what HTTP and the codecs take of every request, beside queue and workers.
     """

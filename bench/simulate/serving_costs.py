@@ -3,8 +3,8 @@
     python -m bench.simulate.serving_costs
 
 Writes bench/costs/sd15-half-cpu.json, fitted to the times in
-bench/results/denoisers-a-two-cores.json (and encoders and disk from what other results or nobody
-measured: said in `origin`), and bench/costs/sdxl-h800-assumed.json, which is no measurement of
+bench/results/denoisers-a-two-cores.json (and encoders and disk from what other results or no result
+measured: listed in `origin`), and bench/costs/sdxl-h800-assumed.json, which is no measurement of
 ours: two figures that a paper reports, and assumptions.
 """
 

@@ -1,7 +1,7 @@
 """Workers under a simulated clock, with the scheduler and the router that serve.
 
 Between two changes of a worker's batch all its steps take the same time, so that a batch is moved
-on by as many steps as there are until somebody leaves or joins: one event per change. `plain` makes
+on by as many steps as there are until one leaves or joins: one event per change. `plain` makes
 one event per step instead: the twin that tests compare with.
 
 What is simulated: a request waits, starts on a worker (takes a slot), is prepared beside the batch
@@ -62,7 +62,7 @@ class Batch:
         self.members: list[Member] = []
         self.joining: list[Member] = []
         self.since, self.pace = 0.0, inf
-        self.turn = 0  # it changes after so many steps
+        self.turn = 0  # it changes after this number of steps
         self.version = 0
         self.host: OrderedDict[str, None] = OrderedDict()  # templates, least recently used first
 
@@ -71,7 +71,7 @@ class Batch:
 
 
 class Simulation:
-    """host: so many templates a worker's memory holds. error: of predictions, see `_member`."""
+    """host: templates that a worker's memory holds. error: of predictions, see `_member`."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Simulation:
         self._waiting: dict[str, Demand] = {}
         self._events: list[tuple[float, int, int, int, Member | None]] = []
         self._count = itertools.count()
-        # of the steps that are made: since when, how long each takes, and who makes them
+        # of the steps that are made: since when, how long each takes, and which requests make them
         self._since, self._pace = np.zeros(workers), np.full(workers, inf)
         self._stepping = np.zeros_like(self.fleet.left)
         self._left = np.zeros_like(self.fleet.left)  # at `since`
@@ -153,7 +153,7 @@ class Simulation:
                 self._schedule(row)
 
     def _turn(self, now: float, row: int) -> None:
-        """So many steps are made; who is done leaves, who is prepared joins."""
+        """Make a number of steps; requests that are done leave, prepared ones join."""
         batch = self.batches[row]
         self.served.steps += batch.turn
         for member in batch.members:

@@ -49,7 +49,7 @@ class Workload:
     zipf: float = 1.0
     users: int = 50
     bytes_per_site: float = 0.0  # of a template's rows, per step
-    slo: float | None = None  # due after so many times what it takes alone
+    slo: float | None = None  # due after this many times what it takes alone
     slo_most: float | None = None  # drawn evenly from `slo` to this
     burst: float = 1.0  # coefficient of variation between arrivals; 1: Poisson
 

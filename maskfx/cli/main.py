@@ -26,7 +26,7 @@ PACKAGES = ("numpy", "safetensors", "xxhash", "diffusers", "transformers", "acce
 EXTRAS = {
     "serve": (
         *("fastapi", "uvicorn", "python_multipart", "pydantic", "msgspec", "isal", "zmq"),
-        *("httpx", "prometheus_client", "structlog", "psutil", "huggingface_hub"),
+        *("httpx", "prometheus_client", "structlog", "psutil"),
     ),
     "diffusers": ("diffusers", "transformers", "accelerate"),
     "export": ("onnx", "onnx_ir", "onnxscript", "onnxruntime"),

@@ -219,7 +219,7 @@ class Ranks:
                 if requests is not None:
                     waiting[number].note(requests[number])
             except OSError as error:
-                wrong[number] = f"it takes nothing ({error})"
+                wrong[number] = f"it reads nothing ({error})"
                 ended.add(number)
                 del waiting[number]
         until = time.monotonic() + seconds

@@ -83,7 +83,7 @@ class GraphSet:
                 raise InputError(
                     f"{place} has shape {list(given.shape)}, expected {value['dims']}"
                     + (f" with {', '.join(wrong)}" if wrong else "")
-                    + "; the manifest says what each dimension counts"
+                    + "; the manifest states what each dimension counts"
                 )
             found[value["name"]] = given
         return found

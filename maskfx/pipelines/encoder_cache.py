@@ -51,6 +51,7 @@ class EncoderCache:
             raise InputError(f"remember={most!r}: give a number of bytes, 0 for none")
         self.most = most
         self.held = 0
+        # not an `LruCache`, which bounds the number of entries: this bounds their bytes
         self._answers: OrderedDict[Key, object] = OrderedDict()
         # of the modules that have cached outputs
         self._watches: dict[int, tuple[Weights, KnownSettings]] = {}

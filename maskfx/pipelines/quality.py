@@ -165,7 +165,7 @@ class Quality:
             sites += f" and {self.margin} around them"
         steps = "at every step"
         if self.selection.skips:
-            steps = f"at one step in {self.every}; the others continue the last answers"
+            steps = f"at one step in {self.every}; the others are extrapolated"
         coded = "; the autoencoder only where the picture differs" if self.codes else ""
         return f"{sites}, {steps}{coded}"
 

@@ -110,7 +110,9 @@ def check_written(calls: Sequence[ValidatedCall]) -> None:
         if step.cache.closed:
             raise CacheError("EditStep.cache: this RollingCache was closed; start another")
         if step.record and id(step.cache) in seen:
-            raise CacheError("EditStep.cache: two members of a step write one RollingCache")
+            raise CacheError(
+                "EditStep.cache: two members of a step write one RollingCache; start one for each"
+            )
         seen |= {id(step.cache)} if step.record else set()
 
 
@@ -317,7 +319,10 @@ def check_region(name: str, region: int, known: Sequence[int]) -> None:
 def check_boolean(name: str, sites: object) -> Tensor:
     """Check that the sites of a region are a boolean tensor; return it."""
     if not isinstance(sites, Tensor) or sites.dtype != torch.bool:
-        raise MaskError(f"EditStep.{name}: expected a boolean mask, got {sites!r:.60}")
+        raise MaskError(
+            f"EditStep.{name}: expected a boolean mask, got {sites!r:.60}; convert it, such as "
+            "mask > 0.5"
+        )
     return sites
 
 

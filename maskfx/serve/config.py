@@ -244,7 +244,7 @@ def configure(
     try:
         settings = ServeSettings.model_validate(nested)
     except ValidationError as error:
-        raise InputError(told(error, given)) from None
+        raise InputError(describe_errors(error, given)) from None
     return Effective(settings, {key: one.origin for key, one in given.items()})
 
 
@@ -327,7 +327,7 @@ def known_by_end(key: str, known: list[str]) -> list[str]:
     return [ends[end] for end in get_close_matches(key.rpartition(".")[2], list(ends), 1)]
 
 
-def told(error: ValidationError, given: Mapping[str, SettingValue]) -> str:
+def describe_errors(error: ValidationError, given: Mapping[str, SettingValue]) -> str:
     """Describe a validation error, one line per setting: key, origin, value, expectation."""
     lines = []
     for item in error.errors(include_url=False):

@@ -161,7 +161,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     steps: int
 
 
-class JobSpan(msgspec.Struct, frozen=True, tag="spell"):
+class JobSpan(msgspec.Struct, frozen=True, tag="span"):
     """A span of a traced job, in seconds of this machine's monotonic clock.
 
     From another machine they are relative to the time when it was sent.
@@ -181,7 +181,7 @@ class JobSpan(msgspec.Struct, frozen=True, tag="spell"):
         return msgspec.structs.replace(self, began=began, ended=ended, relative=relative)
 
 
-class PreviewSent(msgspec.Struct, frozen=True, tag="sketch"):
+class PreviewSent(msgspec.Struct, frozen=True, tag="preview"):
     """A preview."""
 
     id: str

@@ -22,7 +22,7 @@ SETTINGS = {"scheduler": "fcfs", "router": "cost", "workers": 1, "max_num_seqs":
 def batch_of(name: str, shared: list[Work], start: float, seed: int) -> list[Note]:
     """Requests that make all their steps together, 0.3 s after their start, 0.1 s before the end.
 
-    What the steps take besides what the worker says of them, a fifth, is between them.
+    What the steps take besides what the worker reports of them, a fifth, is between them.
     """
     ids = [f"{name}{k}" for k in range(len(shared))]
     pace = COSTS.step(shared)
@@ -71,7 +71,7 @@ def test_what_is_around_the_steps_is_fitted_beside_those_of_others() -> None:
 
 
 def test_the_time_between_batches_is_no_step() -> None:
-    """A worker that was idle, and a step of which nobody says who made it."""
+    """A worker that was idle, and a step of an unknown worker."""
     notes = [
         *batch_of("a", [Work(100, 1024, 4)], start=0.0, seed=1),
         Batched(5.0, "w0", Stepped(0.5, [StepMember(StepKind.RECORD, 1024, 1024)])),

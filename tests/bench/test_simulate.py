@@ -120,7 +120,7 @@ def test_what_is_around_the_steps_takes_longer_beside_others() -> None:
     alone = by_id(simulated(costs, [first]))["0"]
     assert alone == pytest.approx(costs.solo(first.work))
     both = by_id(simulated(costs, [first, second]))
-    # prepared at once with nobody stepping; the first is decoded while the other goes on
+    # prepared at once with no request stepping; the first is decoded while the other goes on
     steps = 10 * costs.step([first.work, second.work])
     assert both["0"] == pytest.approx(0.04 + steps + 3 * 0.06)
     assert both["1"] == pytest.approx(0.1 + steps + 20 * costs.step([second.work]))
@@ -134,7 +134,7 @@ def test_costs_that_ship_say_where_they_are_from() -> None:
     for name in (CPU, GPU):
         assert len(load(name).origin) > 100
     assert (load(CPU).r2 or 0) > 0.98
-    assert load(GPU).r2 is None  # nobody measured it
+    assert load(GPU).r2 is None  # it was never measured
 
 
 def test_costs_are_fitted_to_the_result_that_they_name() -> None:

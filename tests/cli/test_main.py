@@ -265,7 +265,7 @@ def test_a_local_edit_ends_its_model_whatever_happens(
 
 
 class Server(BaseHTTPRequestHandler):
-    """Answers an edit as the contract says; keeps what came."""
+    """Answers an edit as the contract states; keeps what came."""
 
     came: list[tuple[dict[str, str], dict[str, bytes], str | None]] = []
     refuses = False

@@ -257,7 +257,7 @@ def test_roles_can_be_given() -> None:
     assert found == given
 
     class Last(nn.Module):
-        """Channels last, which no example tells."""
+        """Channels last, which no example shows."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -539,3 +539,49 @@ def test_captures_in_two_threads_leave_torch_and_logging_as_they_were() -> None:
         torch.linspace,
         logging.root.manager.disable,
     )
+
+
+class Records(logging.Handler):
+    """Keeps the messages that reach it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def test_a_failing_export_is_quiet_and_other_threads_are_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def log_beside() -> None:
+        logging.getLogger("torch.other").error("torch in another thread")
+        logging.getLogger("app").error("another thread")
+
+    def fail() -> None:
+        logging.getLogger("torch.export.new").error("torch fails")
+        logging.getLogger("app").error("the model's own")
+        other.submit(log_beside).result(timeout=10)
+        error: Any = ValueError("not this one")
+        error.partial_fx_graph = "its whole graph"
+        raise error
+
+    handler, loggers = Records(), [logging.getLogger(name) for name in ("torch", "app")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with ThreadPoolExecutor(1) as other:
+            captured = capture(Meanwhile(fail), inputs())
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert captured.module is None
+    assert "not this one" in " ".join(captured.notes)
+    assert "its whole graph" not in "".join(capsys.readouterr())
+    assert set(handler.messages) == {
+        "the model's own",
+        "torch in another thread",
+        "another thread",
+    }
+    assert handler.filters == []

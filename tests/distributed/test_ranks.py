@@ -44,7 +44,7 @@ def cache_error(got: StepCache, wanted: StepCache) -> float:
 def shares(
     kind: str, ranks: int, members: int, seed: int = 0, texts: tuple[bool, ...] = ()
 ) -> Partition:
-    """Return shares of a kind; `texts` says of the members in turn whether ranks share theirs."""
+    """Return shares of a kind; `texts` states of the members in turn whether ranks share theirs."""
     rng = random.Random(f"{kind} {ranks} {seed}")
     rows: list[tuple[float, ...]] = []
     for member in range(members):

@@ -1,4 +1,4 @@
-"""The tables of an exchange: each rank gets the rows that it reads, whoever has them."""
+"""The tables of an exchange: each rank gets the rows that it reads, on any rank."""
 
 import random
 

@@ -682,7 +682,7 @@ def test_a_step_takes_fewer_cores_as_soon_as_others_compute(
 
 
 class Around(torch.nn.Module):
-    """A part that tells what it computes with, and how many cores are taken meanwhile."""
+    """A part that reports what it computes with, and how many cores are taken meanwhile."""
 
     def forward(self) -> tuple[int, int]:
         return torch.get_num_threads(), cpu_threads.taken.cores

@@ -113,7 +113,7 @@ class Doubler(nn.Module):
 
 
 class Threads:
-    """A part that tells how many threads it computes with."""
+    """A part that reports how many threads it computes with."""
 
     def encode(self) -> int:
         return torch.get_num_threads()
@@ -181,7 +181,7 @@ def test_a_helper_that_dies_loses_no_call(helpers: HelperProcesses) -> None:
 
 
 def test_calls_leave_the_cores_to_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All threads while no request is among its steps, one else; or as many as was said."""
+    """All threads while no request is among its steps, one else; or as many as was set."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     loop, part = Loop(), Threads()
     found = []

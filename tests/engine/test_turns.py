@@ -24,7 +24,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 class Runs:
-    """Threads that hold turns until they are told to leave."""
+    """Threads that hold turns until they are ordered to leave."""
 
     def __init__(self) -> None:
         self.turns, self.inside = Turns(), set[str]()
@@ -120,7 +120,7 @@ def test_a_wait_that_ends_with_an_error_leaves_nothing() -> None:
     with turns.of([module], False, wait_uninterrupted):
         with pytest.raises(RuntimeError, match="cancelled"), turns.of([module], True, cancelled):
             raise AssertionError("it never had its turn")
-        with turns.of([module], False, cancelled):  # nobody waits to run alone any more
+        with turns.of([module], False, cancelled):  # no thread waits to run alone any more
             pass
 
     def late(waiting: Callable[[float | None], bool]) -> None:

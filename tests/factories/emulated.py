@@ -5,7 +5,7 @@ Every operator runs on the CPU over the same memory, but only if all tensors tha
 one device, as on a GPU; anything else raises. Operators that would make the host wait for a GPU are
 counted, and memory can be made to run out. Numbers are real, so that oracles hold on it.
 
-A tensor changes sides by DLPack, whose capsule says which device the memory belongs to.
+A tensor changes sides by DLPack, whose capsule states which device the memory belongs to.
 
 With `MASKFX_TEST_DEVICE=cuda` the tests of devices run on a GPU instead; those that count or force
 something on the emulated device are skipped there.

@@ -69,7 +69,7 @@ class Routed(nn.Module):
 
 
 class Capped(Routed):
-    """Each expert takes only so many tokens, the first ones: the others count."""
+    """Each expert takes only a number of tokens, the first ones: the others count."""
 
     def sorted(self, x: Tensor, weight: Tensor, number: Tensor) -> Tensor:
         out = torch.zeros_like(x)

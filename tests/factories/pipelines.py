@@ -264,7 +264,7 @@ def t5_tokenizer() -> Any:
 
 
 def qwen3() -> Any:
-    """A text encoder of so many layers that three of them are read, as Flux2's Klein does."""
+    """A text encoder of enough layers that three of them are read, as Flux2's Klein does."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -480,7 +480,7 @@ add(
 add("ChromaInpaintPipeline", "blend", chroma, partial(usual, text=chroma_text, strength=1.0))
 add("QwenImageInpaintPipeline", "blend", qwen, partial(usual, text=qwen_text, strength=1.0))
 add("ZImageInpaintPipeline", "blend", z_image, partial(usual, text=z_image_text))
-# the denoiser is told of the mask
+# the denoiser gets the mask
 add(
     "StableDiffusionInpaintPipeline-9",
     "channels",
@@ -536,7 +536,7 @@ add(
     flux_control,
     partial(with_control, text=single, strength=1.0),
 )
-# the picture is told to the denoiser beside the latents; the pipeline knows no mask
+# the picture is passed to the denoiser beside the latents; the pipeline knows no mask
 add(
     "FluxKontextPipeline",
     "reference",

@@ -84,12 +84,12 @@ def build(name: str) -> Any:
 
 
 class Told:
-    """What a model told, by job; safe between threads."""
+    """What a model reported, by job; safe between threads."""
 
     def __init__(self) -> None:
         self.answers: queue.Queue[Made | Failed] = queue.Queue()
         self.progress: list[Progress] = []
-        self.sketches: list[PreviewMade] = []
+        self.previews: list[PreviewMade] = []
         self.steps: list[Stepped] = []
         self.spells: list[JobSpan] = []
         self.moved = threading.Event()
@@ -97,7 +97,7 @@ class Told:
     def __call__(self, message: Any) -> None:
         kinds: dict[type, list[Any]] = {
             Progress: self.progress,
-            PreviewMade: self.sketches,
+            PreviewMade: self.previews,
             Stepped: self.steps,
             JobSpan: self.spells,
         }
@@ -112,7 +112,7 @@ class Told:
 
 
 class Served:
-    """A model and what it told."""
+    """A model and what it reported."""
 
     def __init__(self, pipe: Any, **settings: Any) -> None:
         settings = {"helpers": "off"} | settings  # the measurement starts a process

@@ -326,7 +326,7 @@ def edit(
     `first` are parts of the module in the order in which they run, and wider masks, each covering
     the next: until the part has run, its mask stands for `mask`.
 
-    `mask` is (H, W) of the latent, or (tokens,) for packed models. `text_first` says how text and
+    `mask` is (H, W) of the latent, or (tokens,) for packed models. `text_first` states how text and
     image are ordered in joint attention; None where no attention joins them.
     """
     kwargs, primary, names = _prepare(module, inputs, recording.step_inputs)

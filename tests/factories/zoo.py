@@ -961,7 +961,7 @@ def ideogram_inputs(size: Size, seed: int) -> dict[str, Any]:
 def flux3_inputs(
     size: Size, seed: int, *, reference: Size | None = None, jumps: bool = False
 ) -> dict[str, Any]:
-    """Inputs of Flux 3 with a reference picture, as large as the picture unless told.
+    """Inputs of Flux 3 with a reference picture, as large as the picture unless given.
 
     Each picture attends to itself before the two meet.
     """

@@ -1,6 +1,6 @@
 """The operators of compiled graphs, each against an explicit reference on ragged batches.
 
-A batch is a list of requests, a request a list of segments with so many rows; rows lie segment by
+A batch is a list of requests, a request a list of segments of rows; rows lie segment by
 segment, requests side by side. References are loops over requests in float64.
 """
 

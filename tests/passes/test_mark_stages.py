@@ -54,7 +54,7 @@ def test_keeps_what_only_knows_the_size_out_of_the_step() -> None:
 
 
 class Blank(nn.Module):
-    """A blank picture of the sample's type, told what it is by a few numbers."""
+    """A blank picture of the sample's type, described by a few numbers."""
 
     def __init__(self) -> None:
         super().__init__()

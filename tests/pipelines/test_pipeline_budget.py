@@ -69,7 +69,7 @@ def test_compile_takes_the_budget_and_says_what_does_not_fit() -> None:
     assert pipeline_state_of(pipe).library.budget == Budget(1e4, 1)
     for budget, said in (
         (Budget(1e3, 50, 2), "latents alone take .*give more"),
-        (Budget(8e4, 4, 2), "don't fit into .*smallest template takes"),
+        (Budget(8e4, 4, 2), "don't fit into .*smallest template needs"),
         (Budget(1e9, 1, 2), r"number 1, but the budget is for 1 steps, .*give Budget\(steps=\)"),
     ):
         one = anew(NAME, library=TemplateLibrary(Tiers(host_bytes=LARGE), budget=budget))

@@ -1,4 +1,4 @@
-"""Steps take the cores that the work beside them leaves; who waits gives idle workers back."""
+"""Steps take the cores that the work beside them leaves; waiting threads return idle workers."""
 
 import os
 import subprocess

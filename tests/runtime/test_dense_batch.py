@@ -146,7 +146,7 @@ def test_explain_says_what_stays_alone() -> None:
 
 
 def test_whole_numbers_are_told_apart_too() -> None:
-    """A first step's timestep is often nought."""
+    """A first step's timestep is often zero."""
     alike = [sample(0, timestep=torch.zeros(2, dtype=torch.long)) for _ in range(2)]
     assert numbers(DenseBatcher(Small(peeks=True, shift=1.0), None).groups(alike)) == [[0], [1]]
 

@@ -201,7 +201,7 @@ def test_names_the_first_cause_where_the_axes_of_an_input_are_unknown() -> None:
 
 
 class Unruled(nn.Module):
-    """What has no rule reads a value of the request whose axes nothing tells."""
+    """What has no rule reads a value of the request whose axes nothing shows."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         count = hidden_states.shape[1]

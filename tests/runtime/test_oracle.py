@@ -1,7 +1,7 @@
 """The first oracle: an edit with the inputs of its recording reproduces the dense run.
 
 Inside the mask to a small error, outside it bit for bit as recorded; whatever the mask, the
-sizes and the batch mates. The helpers at the top serve the other tests of edits too: a case is
+sizes and other members. The helpers at the top serve the other tests of edits too: a case is
 compiled once for each process, because that is the slow part.
 """
 
@@ -57,7 +57,7 @@ def denoiser_of(name: str) -> maskfx.CompiledDenoiser:
 
 @lru_cache(maxsize=512)
 def dense_run(name: str, size: Size, seed: int) -> Any:
-    """What the eager module says."""
+    """What the eager module returns."""
     return module_of(name)(**ZOO[name].inputs(size, seed))
 
 
@@ -275,7 +275,7 @@ def test_outputs_at_several_levels_keep_their_own_outside() -> None:
 
 @pytest.mark.slow
 def test_an_edit_computes_only_what_it_must() -> None:
-    """Values at inactive sites of the inputs never reach an output; nor does a batch mate's nan."""
+    """Values at inactive sites of the inputs never reach an output; nor do others' nans."""
     name = "FluxTransformer2DModel"
     case, size = ZOO[name], ZOO[name].sizes[0]
     output, kept = record(name, size, 60)

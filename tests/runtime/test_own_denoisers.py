@@ -86,7 +86,7 @@ def share_of(compilation: Compilation, ratio: float) -> float:
 
 @pytest.mark.parametrize("name", NEAR)
 def test_masks_move_with_the_sites(name: str) -> None:
-    """A changed site changes few others; an edit of these is what the module says of all sites."""
+    """A changed site changes few others; an edit of these is the module's result of all sites."""
     case, module = OWN[name], OWN[name].build()
     denoiser = maskfx.compile(case.build())
     for seed, size in enumerate(case.sizes):

@@ -1,4 +1,4 @@
-"""The first oracle again, with sizes, masks and batch mates that nobody thought of."""
+"""The first oracle again, with sizes, masks and other members drawn at random."""
 
 from __future__ import annotations
 

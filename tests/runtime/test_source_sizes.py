@@ -32,7 +32,7 @@ WINDOW = Window(1, 2, (3, 5), (1, 1), (1, 2), (1, 1))
 
 
 def check(name: str, seed: int) -> set[type[Source]]:
-    """Compare one edit's inputs with what is said of their sources; return the kinds of these."""
+    """Compare one edit's inputs with what is stated of their sources; return the kinds of these."""
     case, denoiser, draw = ZOO[name], denoiser_of(name), random.Random(seed)
     size = draw.choice(case.sizes)
     inputs = case.inputs(size, seed)

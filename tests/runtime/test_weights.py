@@ -51,7 +51,7 @@ def load(module: nn.Module) -> None:
 
 
 def through_data(module: nn.Module) -> None:
-    """`.data` hides the change from autograd's version counter: refresh() tells of it."""
+    """`.data` hides the change from autograd's version counter: refresh() reports it."""
     for parameter in module.parameters():
         parameter.data.mul_(1.2)
 

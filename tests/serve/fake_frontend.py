@@ -1,4 +1,4 @@
-"""A Frontend in this process: it inverts what is masked, after as many steps as it is told."""
+"""A Frontend in this process: it inverts what is masked, after a given number of steps."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Served:
 
 
 def start(module: str = "tests.serve.launched", **settings: Any) -> subprocess.Popen[str]:
-    """A server on any free port, unless told otherwise; `module` is run with its settings."""
+    """A server on any free port, unless set otherwise; `module` is run with its settings."""
     command = [sys.executable, "-m", module, json.dumps({"port": 0} | settings)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A Frontend for tests of the page: it tints what is masked, waits, fails when told."""
+"""A Frontend for tests of the page: it tints what is masked, waits, fails on demand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CARD = Card(
 
 
 class Painter(FakeFrontend):
-    """`fault` fails calls `after` so many previews; `gate` holds back what follows the first."""
+    """`fault` fails calls after `after` previews; `gate` holds back what follows the first."""
 
     def __init__(self, *cards: Card) -> None:
         super().__init__(Metrics(), cards=cards or (CARD,))
@@ -70,7 +70,7 @@ class Painter(FakeFrontend):
 
 
 def tinted(picture: Pixels, mask: Mask, strength: float) -> Pixels:
-    """Red and blue swapped where the mask is, by so much; the rest as it was."""
+    """Red and blue swapped where the mask is, by an amount; the rest as it was."""
     mixed = picture + np.float32(strength) * (picture[..., ::-1].astype(np.float32) - picture)
     return np.where(mask[..., None], mixed.round(), picture).astype(np.uint8)
 

@@ -52,7 +52,7 @@ async def on_nodes(
     wait: bool = True,
     **fields: Any,
 ) -> AsyncIterator[Front]:
-    """A front end in the cluster at an address; all its workers are ready, unless told otherwise.
+    """A front end in the cluster at an address; all its workers are ready, unless set otherwise.
 
     Fields are those of the settings and of their table `ray`.
     """

@@ -62,7 +62,7 @@ class Bench:
         return sum(float(x.split()[-1]) for x in lines if x.startswith(f"maskfx_{metric}"))
 
     def settles(self, metric: str, wanted: float) -> None:
-        """Workers tell of their caches with each heartbeat; after two more it is still so."""
+        """Workers report their caches with each heartbeat; after two more it is still so."""
         until = time.monotonic() + 20
         while self.count(metric) != wanted:
             assert time.monotonic() < until, (metric, self.count(metric), wanted)

@@ -125,7 +125,7 @@ def test_a_file_that_isnt_there_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_an_empty_key_is_refused(host: str) -> None:
-    """Whoever sends nothing would have it."""
+    """A caller that sends nothing would have it."""
     with pytest.raises(InputError, match="api_key"):
         configure({"host": host, "api_key": ""}, {})
     assert configure({"host": host, "api_key": "k"}, {}).settings.host == host

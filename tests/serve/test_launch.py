@@ -28,7 +28,7 @@ BODY = {"prompt": "a cat", "seed": 7, "size": "64x64"}
 
 
 def refused(**settings: Any) -> tuple[int, str, float]:
-    """Exit code, what was said, and how long that took."""
+    """Exit code, what was printed, and how long that took."""
     began = time.monotonic()
     with start(**settings) as process:
         _, said = process.communicate(timeout=20)
@@ -141,7 +141,7 @@ async def post(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
 
 @contextlib.asynccontextmanager
 async def in_flight(server: Served, count: int) -> Any:
-    """A client with so many requests that have arrived, and their tasks."""
+    """A client with a number of requests that have arrived, and their tasks."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=30) as client:
         tasks = [asyncio.create_task(post(client, seed=k)) for k in range(count)]

@@ -39,7 +39,7 @@ SIDE = 256  # of the examples: the model's size
 
 
 class Wire:
-    """Stands around the app: keeps the bodies of edits, and cuts the answer if it is told to."""
+    """Stands around the app: keeps the bodies of edits, and cuts the answer if it is ordered to."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -179,7 +179,7 @@ def visit(browser: Any, serving: Serving) -> Iterator[Visit]:
 
 
 def wrong(line: Any) -> bool:
-    """What the browser itself says of a failed request is expected where one fails."""
+    """What the browser itself prints of a failed request is expected where one fails."""
     return line.type in ("error", "warning") and not line.text.startswith("Failed to load resource")
 
 

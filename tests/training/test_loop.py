@@ -121,7 +121,7 @@ def test_judging_leaves_the_weights_alone(tmp_path: Path):
 
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 64, 16), (1, 16, 64)])
 def test_an_orthogonal_step_has_like_sizes_and_keeps_its_directions(shape: tuple[int, ...]):
-    sizes = torch.logspace(-2, 0, 16)  # what many examples tell, and what few do
+    sizes = torch.logspace(-2, 0, 16)  # what many examples show, and what few do
     left = torch.linalg.qr(torch.randn(shape[0], shape[1], 16)).Q
     right = torch.linalg.qr(torch.randn(shape[0], shape[2], 16)).Q
     found = left.mT @ orthogonal(left * sizes @ right.mT) @ right

@@ -60,7 +60,7 @@ def test_a_folder_is_small_and_says_how_it_was_made(name: str):
 
 
 def test_a_server_makes_pictures_as_large_as_the_training_had(shipped: tuple[str, Any]):
-    """Flux's class says 1024 for all its models."""
+    """Flux's class has 1024 for all its models."""
     assert side_of(shipped[1]) == 256
 
 

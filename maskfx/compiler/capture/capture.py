@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SINGLE_ATTEMPTS = 4  # sizes that are tried for one sample, after others were for a batch
-CAPTURING = RLock()  # an export changes what the whole process shares: functions of torch, logging
+CAPTURING = RLock()  # an export changes what the whole process shares, such as functions of torch
 
 
 def capture(

@@ -12,6 +12,7 @@ import functools
 import logging
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from importlib import import_module
 from typing import Any
@@ -307,19 +308,51 @@ def written_out_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+class QuietThread(logging.Filter):
+    """Refuses the records of torch's loggers in the thread that makes this filter."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self.thread != threading.get_ident() or not super().filter(record)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torch's reports of an attempt that fails: the notes keep the reason."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    """Silence torch's reports, in this thread, of an attempt that fails: the notes keep the reason.
+
+    Filters are on handlers, because a logger's filters don't see the records of its children.
+    """
+    filter = QuietThread()
+
+    def print_elsewhere(*values: Any, **how: Any) -> None:
+        if threading.get_ident() != filter.thread:
+            print(*values, **how)
+
     # a failed export prints its whole graph, by the built-in `print`
     trace = vars(import_module("torch.export._trace"))
-    trace["print"] = lambda *_, **__: None
+    handlers, before = log_handlers(), trace.get("print")
+    for handler in handlers:
+        handler.addFilter(filter)
+    trace["print"] = print_elsewhere
     try:
         yield
     finally:
-        trace.pop("print", None)
-        logging.disable(before)
+        if before is None:
+            trace.pop("print", None)
+        else:
+            trace["print"] = before
+        for handler in handlers:
+            handler.removeFilter(filter)
+
+
+def log_handlers() -> list[logging.Handler]:
+    """Return the handlers that records of torch's loggers reach."""
+    names = [name for name in list(logging.root.manager.loggerDict) if name.startswith("torch")]
+    found = [h for log in (logging.root, *map(logging.getLogger, names)) for h in log.handlers]
+    return [*found, logging.lastResort] if logging.lastResort is not None else found
 
 
 def graphs(module: torch.nn.Module) -> Iterator[fx.Graph]:

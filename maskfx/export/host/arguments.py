@@ -51,7 +51,10 @@ def check_arguments(manifest: Document, given: Mapping[str, object]) -> Argument
     known = [argument["name"] for argument in described]
     unknown = sorted(found.keys() - set(known))
     if unknown:
-        raise InputError(f"arguments {unknown} are none of this denoiser's: {known}")
+        raise InputError(
+            f"arguments {unknown} are none of this denoiser's: {known}; correct their names, or "
+            "leave them out"
+        )
     missing = [a["name"] for a in described if a["kind"] != "constant" and a["name"] not in found]
     if missing:
         raise MissingRequest(f"arguments {missing} are missing; the denoiser reads {known}")
@@ -116,7 +119,9 @@ def value_of(argument: Document, found: Mapping[str, object], batch: int) -> Any
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = np.asarray(value, dtype=wanted)
     if not isinstance(value, np.ndarray):
-        raise InputError(f"{name}: expected an array, got a {type(value).__name__}")
+        raise InputError(
+            f"{name}: expected an array, got a {type(value).__name__}; pass a numpy array"
+        )
     if value.dtype != wanted:
         raise InputError(
             f"{name}: expected {argument['dtype']}, got {name_of(value.dtype)}; convert it"
@@ -141,11 +146,16 @@ def check_shapes(manifest: Document, values: list[Any]) -> Sizes:
             continue
         name, dims = argument["name"], argument["dims"]
         if value.ndim != len(dims):
-            raise InputError(f"{name}: expected {len(dims)} dimensions {dims}, got {value.shape}")
+            raise InputError(
+                f"{name}: expected {len(dims)} dimensions {dims}, got {value.shape}; reshape it"
+            )
         for number, (dim, size) in enumerate(zip(dims, value.shape, strict=True)):
             role = role_of(manifest, dim)
             if not role and size != dim:
-                raise InputError(f"{name}: dimension {number} is {size}, expected {dim}")
+                raise InputError(
+                    f"{name}: dimension {number} is {size}, expected {dim}; pass an array of this "
+                    "size"
+                )
             if role and role not in manifest["sizes"]:
                 scaled.append((name, number, role, size))
             elif role and sizes.setdefault(role, size) != size:
@@ -158,7 +168,10 @@ def check_shapes(manifest: Document, values: list[Any]) -> Sizes:
     for name, number, role, size in scaled:
         if size != scaled_size(role, sizes):
             wanted = scaled_size(role, sizes)
-            raise InputError(f"{name}: dimension {number} ({role}) is {size}, expected {wanted}")
+            raise InputError(
+                f"{name}: dimension {number} ({role}) is {size}, expected {wanted}; pass arguments "
+                "that agree"
+            )
     for role, fixed in manifest["sizes"].items():
         if role != "batch" and fixed is not None and sizes.get(role) != fixed:
             raise InputError(

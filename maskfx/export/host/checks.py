@@ -87,7 +87,10 @@ def check_regions(
     known = dict(enumerate(manifest["regions"], 1))
     for number, sites in chosen.items():
         if number not in known:
-            raise InputError(f"Edit.regions: there is no region {number}, only {list(known)}")
+            raise InputError(
+                f"Edit.regions: there is no region {number}, only {list(known)}; use one of these, "
+                "or leave it out"
+            )
         check_mask(f"Edit.regions[{number}]", sites, mask.shape)
     regions = dict(chosen)
     for number, region in known.items():

@@ -145,7 +145,7 @@ def unbind(m: Marker, node: fx.Node) -> tuple[Lane, ...]:
     lane = m.need(node.args[0])
     axis = argument(node, 1, "dim", 0) % len(lane.dims)
     if not lane.is_feature_dim(axis) and not m.is_batch_of_one(lane.dims[axis]):
-        raise NotLaned(f"it takes {lane} apart along dimension {axis}")
+        raise NotLaned(f"it splits {lane} along dimension {axis}")
     out = Lane(lane.dims[:axis] + lane.dims[axis + 1 :])
     return tuple(out for _ in node.meta["val"])
 
@@ -172,7 +172,7 @@ def slice_(m: Marker, node: fx.Node) -> Lane:
     start = int_hint(hinted(argument(node, 2, "start", 0) or 0))
     start = start + before if start < 0 else start
     if argument(node, 4, "step", 1) != 1 and not lane.is_feature_dim(axis):
-        raise NotLaned(f"it takes every other part of dimension {axis} of {lane}")
+        raise NotLaned(f"it selects every other part of dimension {axis} of {lane}")
     part = cut(m, lane, axis, start, start + after)
     size = node.meta["val"].shape[axis]
     if lane.is_feature_dim(axis) and isinstance(size, torch.SymInt) and stage_of(node) != STEP:

@@ -81,7 +81,10 @@ class RollingPool:
     ) -> RollingCache:
         interface = program.interface
         if recording.program != program.code:
-            raise CacheError("RollingPool.start(): another program made this recording")
+            raise CacheError(
+                "RollingPool.start(): another program made this recording; record it again, with "
+                "the denoiser whose steps read it"
+            )
         first, kept = fitting(interface, recording, nbytes, since_read)
         counts = rows_by_group(interface, kept)
         own = sum(v.nbytes for v in kept.output if isinstance(v, Tensor))

@@ -61,7 +61,7 @@ class Tiers:
         if device_bytes and mover is None:
             raise InputError(
                 f"Tiers(device_bytes={device_bytes}) needs a mover; give "
-                "mover=DeviceMover(device), or device_bytes=0"
+                "mover=maskfx.DeviceMover(device), or device_bytes=0"
             )
         limits = {
             "host_bytes": host_bytes,

@@ -109,7 +109,7 @@ class Adapters:
         """Register a directory's files; pickles in it are refused."""
         where = Path(folder)
         if not where.is_dir():
-            raise InputError(f"adapters {where}: no such directory")
+            raise InputError(f"adapters {where}: no such directory; create it, or correct the path")
         names = sorted(path for path in where.iterdir() if path.suffix in (SUFFIX, *PICKLED))
         pickled = [path.name for path in names if path.suffix in PICKLED]
         if pickled:

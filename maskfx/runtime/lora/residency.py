@@ -121,7 +121,8 @@ class AdapterResidency:
     def __init__(self, nbytes: int, loads: int = 2) -> None:
         self.nbytes = nbytes
         self._threads = ThreadPoolExecutor(loads, thread_name_prefix="maskfx-adapters")
-        self._residents: OrderedDict[str, Resident] = OrderedDict()  # least recently used first
+        # least recently used first; not an `LruCache`: bounds the bytes, and leases pin entries
+        self._residents: OrderedDict[str, Resident] = OrderedDict()
         self._counts = AdapterCounts()
         self._lock = threading.Lock()
         self._closed = False

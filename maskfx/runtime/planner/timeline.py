@@ -207,7 +207,9 @@ def batch_costs(
         load = staged = 0.0
         compute = block.fixed_seconds
         if len(picked) != len(flags) or len(block.members) != len(flags):
-            raise InputError(f"block {number}: {len(picked)} choices for {len(flags)} members")
+            raise InputError(
+                f"block {number}: {len(picked)} choices for {len(flags)} members; give one for each"
+            )
         for member, index in enumerate(picked):
             choice = block.members[member][index]
             load += choice.load_seconds

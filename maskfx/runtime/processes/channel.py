@@ -54,7 +54,7 @@ class Channel:
             for part in (head, *parts):
                 self._line.sendall(part)
         except BlockingIOError:
-            raise TimeoutError("the other end takes nothing") from None
+            raise TimeoutError("the other end reads nothing") from None
 
     def receive(self) -> list[bytearray]:
         """Receive a message.
@@ -74,7 +74,7 @@ class Channel:
         try:
             socket.send_fds(self._line, [b"f"], [descriptor])
         except BlockingIOError:
-            raise TimeoutError("the other end takes nothing") from None
+            raise TimeoutError("the other end reads nothing") from None
 
     def receive_file(self) -> int:
         """Receive the descriptor of an open file; the caller closes it."""

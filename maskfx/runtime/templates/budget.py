@@ -241,7 +241,7 @@ def unmet(footprint: Footprint, budget: Budget) -> str:
     finest = list(ENCODINGS)[-1]
     text = (
         f"Budget: {budget.steps} steps of {budget.branches} branches don't fit into "
-        f"{amount(budget.nbytes)}B; with allow={list(budget.allow)} the smallest template takes "
+        f"{amount(budget.nbytes)}B; with allow={list(budget.allow)} the smallest template needs "
         f"{amount(now)}B"
     )
     most = budget.steps if budget.stored is None else 1

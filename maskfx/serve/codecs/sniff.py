@@ -1,7 +1,7 @@
 """Reads the format and size of an image file from its header, before it is decoded.
 
 Owns the list of accepted formats. Reads headers only, so a decompression bomb costs no more memory
-than its file.
+than its file. By hand, because files of clients reach Pillow in codec processes only.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ class AdapterNames:
         self._names: tuple[str, ...] | None = None  # sorted; None after a change
         if folder is not None:
             if not folder.is_dir():
-                raise InputError(f"lora_dir {folder}: no such directory")
+                raise InputError(
+                    f"lora_dir {folder}: no such directory; create it, or correct the setting"
+                )
             for path in sorted(folder.glob(f"*{SUFFIX}")):
                 found = self._look(path.stem)
                 if found is not None:

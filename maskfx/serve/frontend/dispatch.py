@@ -252,7 +252,7 @@ class Dispatch:
             here = said.shifted(self._clock(), relative=False) if said.relative else said
             ticket.trace.spent(here)
 
-    def sketch(self, worker: str, said: PreviewSent, parts: Sequence[Part]) -> None:
+    def preview(self, worker: str, said: PreviewSent, parts: Sequence[Part]) -> None:
         ticket = self._current(worker, said.id, said.attempt)
         if ticket is not None and said.index >= ticket.shown:
             ticket.shown = said.index + 1  # a retry sends no preview twice

@@ -376,7 +376,7 @@ class Front:
             case JobSpan():
                 self._dispatch.spell(worker, message)
             case PreviewSent():
-                self._dispatch.sketch(worker, message, parts)
+                self._dispatch.preview(worker, message, parts)
             case Done():
                 self._dispatch.done(worker, message, parts)
                 self._decide_soon()

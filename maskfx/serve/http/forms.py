@@ -65,7 +65,7 @@ def wrong(name: str, wanted: str, sent: str = "") -> ApiError:
 
 
 @dataclass(frozen=True)
-class Takes:
+class Requires:
     """Marks a field for models whose `Card.takes` has this entry."""
 
     what: str
@@ -100,7 +100,7 @@ Size = Annotated[
 ]
 Name = Annotated[str | None, Field(pattern=NAME)]
 ImageFile = Annotated[bytes | None, Upload("body_bytes")]
-MaskFile = Annotated[bytes | None, Upload("mask_bytes"), Takes("mask")]
+MaskFile = Annotated[bytes | None, Upload("mask_bytes"), Requires("mask")]
 
 
 class Form(BaseModel):
@@ -115,7 +115,7 @@ class Form(BaseModel):
         None
     )
     size: Size = None
-    control_image: Annotated[ImageFile, Takes("control"), Field(description=FILES)] = None
+    control_image: Annotated[ImageFile, Requires("control"), Field(description=FILES)] = None
 
     @field_validator("*", mode="before")
     @classmethod
@@ -179,7 +179,7 @@ class EditForm(AnsweredForm):
         list[bytes],
         Upload("body_bytes"),
         AtMost("images"),
-        Takes("image"),
+        Requires("image"),
         Field(
             min_length=1,
             description=f"{FILES}; `image[]` for several. Without it, `template_id`'s picture.",
@@ -191,7 +191,9 @@ class EditForm(AnsweredForm):
     ] = None
     mask_image: Annotated[MaskFile, Field(description="White = edit.")] = None
     mask_mode: Annotated[
-        Literal["alpha", "luminance"] | None, Takes("mask"), Field(description="alpha by default.")
+        Literal["alpha", "luminance"] | None,
+        Requires("mask"),
+        Field(description="alpha by default."),
     ] = None
     template_id: Name = None
 
@@ -208,7 +210,7 @@ class TemplateForm(Form):
     required = frozenset()
     answers = False
 
-    image: Annotated[bytes, Upload("body_bytes"), Takes("image"), Field(description=FILES)]
+    image: Annotated[bytes, Upload("body_bytes"), Requires("image"), Field(description=FILES)]
     id: Name = None
 
 
@@ -254,7 +256,7 @@ def complete(form: type[F], limits: Limits) -> type[F]:
             continue
         kind, *marks = get_args(hints_of(Request)[name])
         if not one.everywhere:
-            marks.append(Takes(name))
+            marks.append(Requires(name))
         if one.name in form.required:
             fields[one.name] = limited(kind, marks, limits)
         else:
@@ -318,7 +320,7 @@ def to_bytes(value: object) -> object:
 def takes_of(form: type[Form]) -> Mapping[str, str | None]:
     """Return what a model must take for each field to be of use; None for fields of all models."""
     return {
-        name: next((mark.what for mark in field.metadata if isinstance(mark, Takes)), None)
+        name: next((mark.what for mark in field.metadata if isinstance(mark, Requires)), None)
         for name, field in form.model_fields.items()
     }
 

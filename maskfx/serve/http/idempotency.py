@@ -36,6 +36,7 @@ class Idempotency:
 
     def __init__(self, entries: int = ENTRIES, size: int = BYTES) -> None:
         self._most, self._room = entries, size
+        # not an `LruCache`: bounds the bytes too, and calls that run aren't evicted
         self._entries: OrderedDict[str, IdempotentCall] = OrderedDict()
         self._bytes = 0
 

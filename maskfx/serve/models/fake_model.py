@@ -244,7 +244,7 @@ class FakeModel:
         if member.done == member.steps:
             self._finish(member)
         else:
-            self._sketch(member)
+            self._preview(member)
 
     def _provoke(self, member: FakeMember, batch: int) -> None:
         """Inject the faults that the prompt names."""
@@ -293,7 +293,7 @@ class FakeModel:
             self._templates[template] = member.steps * member.sites * 64
         return {"host": self._templates[template]}
 
-    def _sketch(self, member: FakeMember) -> None:
+    def _preview(self, member: FakeMember) -> None:
         """Send evenly spaced previews: the image, darker by the share of steps that are left."""
         job, squares, count = member.job, member.squares, member.job.request.previews
         if not count or squares is None:

@@ -246,12 +246,12 @@ class JobRunner:
             state.stepped = index + 1
             self.tell(Progress(job.id, job.attempt, index + 1, total))
             if index + 1 in sketch_steps(job.request.previews, total):
-                self._sketch(state, canvas, tensors.get("latents"))
+                self._preview(state, canvas, tensors.get("latents"))
             return {}
 
         return stepped
 
-    def _sketch(self, state: JobState, canvas: Canvas, latents: Any) -> None:
+    def _preview(self, state: JobState, canvas: Canvas, latents: Any) -> None:
         """Send a preview at the requested size, with the input's pixels outside the mask."""
         sketcher = self.warmth.sketcher
         drawn = None if sketcher is None else sketcher.draw(latents, canvas.padded)

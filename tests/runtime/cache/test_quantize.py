@@ -1,4 +1,4 @@
-"""Packed rows: what a format does to values, and that an edit can't tell them from whole ones."""
+"""Packed rows: what a format does to values, and that edits by them are as by whole ones."""
 
 from __future__ import annotations
 

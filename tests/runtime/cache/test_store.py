@@ -57,7 +57,7 @@ def taken(store: Store, wanted: EntryKey) -> bytes | None:
 
 
 def in_pieces(patch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Files are written and read so many bytes at a time."""
+    """Write and read files in pieces of `nbytes`."""
     for module in (entries_module, store_module):
         patch.setattr(module, "PIECE", nbytes)
 
@@ -341,7 +341,7 @@ def test_after_a_restart_every_intact_entry_is_a_hit(tmp_path: Path):
 
 @dataclass
 class WatchedDisk(Disk):
-    """Tells a hook before and after each action; the hook may fail, or never come back."""
+    """Calls a hook before and after each action; the hook may fail, or never come back."""
 
     hook: Callable[[str, str, tuple[Any, ...]], None]
 
@@ -495,7 +495,7 @@ def test_an_error_at_any_action_harms_nobody(tmp_path: Path, monkeypatch, failpo
     if place < renamed:
         assert store.counters.failed_writes == 1
         assert store.counters.writes == 0
-    # the one file that may stay is gone as soon as someone looks
+    # the one file that may stay is gone at the next look
     Store(tmp_path, abandoned_after=0).gc()
     assert len(files(tmp_path)) == 1
 
@@ -589,7 +589,7 @@ def test_without_permission_reads_go_on_and_nothing_is_harmed(tmp_path: Path):
 
     def act() -> None:
         os.chdir(root)  # the folders above it belong to root alone
-        if os.geteuid() == 0:  # root may do anything: be nobody
+        if os.geteuid() == 0:  # root may do anything: be another user
             os.setegid(65534)
             os.seteuid(65534)
         closed = Store(Path())

@@ -57,7 +57,7 @@ class QuickDisk(Disk):
 
 @dataclass
 class CopyMover:
-    """A device that is memory like any other; tells which copies are whose."""
+    """A device that is memory like any other; reports which copies are whose."""
 
     moves: list[str] = field(default_factory=list)
 
@@ -75,7 +75,7 @@ ONE = STEPS[0].nbytes()
 
 
 def tiers_of(root: Path | None, host: float, device: float = 0, **options: Any) -> Tiers:
-    """Room for so many steps in each tier."""
+    """Room for a number of steps in each tier."""
     store = Store(root, QuickDisk()) if root is not None else None
     if device:
         options.setdefault("mover", CopyMover())
@@ -443,7 +443,7 @@ def test_prefetch_reads_while_the_request_waits(tmp_path: Path):
     assert ahead.result(10) is True
     assert tiers.counters().loads == 1
     assert tiers.prefetch(key(step=5)).result(10) is False
-    assert tiers.counters().misses == 0  # nobody asked for it yet
+    assert tiers.counters().misses == 0  # no call asked for it yet
 
 
 def test_prefetched_steps_are_found_in_memory(tmp_path: Path):
@@ -640,7 +640,7 @@ def test_one_thread_does_what_a_list_would_do(tmp_path: Path, seed: int):
 
 
 def test_a_device_tier_needs_a_mover():
-    with pytest.raises(InputError, match="give mover=DeviceMover"):
+    with pytest.raises(InputError, match=r"give mover=maskfx\.DeviceMover"):
         Tiers(host_bytes=1, device_bytes=1)
 
 

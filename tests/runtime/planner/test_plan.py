@@ -583,7 +583,7 @@ def test_one_request_is_planned_exactly_at_full_size():
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 @pytest.mark.parametrize(("members", "same"), [(1, True), (8, True), (8, False)])
 def test_sixty_blocks_are_planned_at_once(members, same, noise, bandwidth):
-    """Milliseconds on an idle machine (`bench.planner` says how many); the limit is generous."""
+    """Milliseconds on an idle machine (`bench.planner` states how many); the limit is generous."""
     blocks = flux_like(random.Random(3), members, bandwidth=bandwidth, noise=noise, same=same)
     for buffer_bytes in (math.inf, members * 5e8):
         start = plan(blocks, buffer_bytes, widths=QUICK).timeline.carry()

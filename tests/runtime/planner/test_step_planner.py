@@ -42,7 +42,7 @@ def edits(case: Case, denoiser: maskfx.CompiledDenoiser, count: int = 3) -> list
 
 
 def costs_of(denoiser: maskfx.CompiledDenoiser, steps: list[maskfx.EditStep], slow: float) -> Costs:
-    """A made-up device: 1 TFLOP/s, and so many seconds per byte."""
+    """A made-up device: 1 TFLOP/s, and a number of seconds per byte."""
     program, members = one_batch(denoiser, steps)
     count = len(find_blocks(program, members[0].sites))
     return Costs((1e-6,) * count, ((1e-12, 1e-12, 0.0),) * count, 0.0, 0.0, slow)

@@ -70,6 +70,6 @@ def test_silence_has_a_limit() -> None:
     with other:
         with pytest.raises(TimeoutError, match="silent"):
             channel.receive()
-        with pytest.raises(TimeoutError, match="takes nothing"):
+        with pytest.raises(TimeoutError, match="reads nothing"):
             channel.send(bytes(1 << 24))
     channel.close()

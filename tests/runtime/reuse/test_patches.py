@@ -136,7 +136,7 @@ def test_packed_tokens_form_squares_where_their_grid_is_known() -> None:
 
 
 def test_no_patch_is_kept_for_more_steps_than_the_greatest_age() -> None:
-    """Whatever the judge says, and whatever the steps report."""
+    """Whatever the judge decides, and whatever the steps report."""
     draw, most = np.random.default_rng(0), 0
     for greatest in (1, 2, 5):
         state = PatchState(4, 9, reported={2, 3, 4})

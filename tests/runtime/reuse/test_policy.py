@@ -27,7 +27,7 @@ def kinds(policy: ReusePolicy, calls: int, template: str = "") -> str:
         ({"refresh": 2, "first": 1}, "ReReReReReR"),
         ({"refresh": 3, "first": 4, "keep": "none"}, "DDDReeReeRe"),
         ({"refresh": 8, "first": 1, "keep": "none"}, "ReeeeeeeRee"),
-        # what ends in full isn't recorded, for nobody reads it; nor what stands before it
+        # what ends in full isn't recorded, for no step reads it; nor what stands before it
         ({"calls": 11, "last": 1}, "RReeeReeeRD"[:9] + "DD"),
         ({"calls": 11, "last": 3}, "RReeeReeDDD"),
         ({"calls": 11, "last": 11}, "RRRRRRRRRRR"),

@@ -144,7 +144,7 @@ def test_the_order_is_encodings_then_sharing() -> None:
 def test_an_unmet_budget_says_the_smallest_and_what_is_closed() -> None:
     _, denoiser, mask = drawn(MODELS[0])
     footprint = Footprint.of(denoiser, Masks.anywhere(*mask.shape))
-    with pytest.raises(InputError, match=r"smallest template takes .*B; allow 4bit \(.*B\) or mor"):
+    with pytest.raises(InputError, match=r"smallest template needs .*B; allow 4bit \(.*B\) or mor"):
         choose(footprint, Budget(STEPS * footprint.together(Encoding(Format.INT8)) * 0.6, STEPS))
     with pytest.raises(InputError, match=r"allow 4bit and share\d"):
         choose(footprint, Budget(STEPS * footprint.together(Encoding(Format.INT8)) * 0.25, STEPS))

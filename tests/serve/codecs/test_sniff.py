@@ -92,7 +92,7 @@ def bomb(width: int, height: int) -> bytes:
 
 
 def text_bomb(inflated: int, kind: bytes = b"zTXt") -> bytes:
-    """A small picture with a text that inflates to so many bytes."""
+    """A small picture with a text that inflates to a number of bytes."""
     plain = file(picture(8, 8))
     data = zlib.compress(bytes(inflated), 9)
     head = b"key\0\0" if kind == b"zTXt" else b"key\0\x01\0\0\0"

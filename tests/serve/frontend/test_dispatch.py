@@ -40,7 +40,7 @@ DRAWN = PICTURE.shape
 
 @dataclass
 class Desk:
-    """A dispatch with what it said."""
+    """A dispatch with what it reported."""
 
     dispatch: Dispatch
     metrics: Metrics
@@ -54,7 +54,7 @@ class Desk:
         return ticket
 
     def jobs(self) -> list[tuple[str, str, int]]:
-        """Who was started where, which time; since the last question."""
+        """What was started where, which time; since the last question."""
         jobs = [(worker, m.id, m.attempt) for worker, m in self.said if isinstance(m, Job)]
         self.said.clear()
         return jobs
@@ -357,12 +357,12 @@ def test_a_worker_that_cant_be_told_loses_no_request(context: Desk) -> None:
 def test_a_preview_is_shown_once_however_often_it_is_made(context: Desk) -> None:
     ticket = context.enter("a", previews=2)
     context.dispatch.decide()
-    context.dispatch.sketch("w", PreviewSent("a", 1, 0, DRAWN), [PICTURE.tobytes()])
+    context.dispatch.preview("w", PreviewSent("a", 1, 0, DRAWN), [PICTURE.tobytes()])
     context.dispatch.joined("v", 8)
     context.dispatch.lost("w")
     context.dispatch.decide()
     for index in (0, 1):
-        context.dispatch.sketch("v", PreviewSent("a", 2, index, DRAWN), [PICTURE.tobytes()])
+        context.dispatch.preview("v", PreviewSent("a", 2, index, DRAWN), [PICTURE.tobytes()])
     shown = answers(ticket)
     assert [one.index for one in shown if isinstance(one, Preview)] == [0, 1]
 

@@ -414,7 +414,10 @@ def test_a_drain_has_its_time() -> None:
             assert not await front.drain(0.2)
             await front.close()
             assert time.monotonic() - began < 3
-            for one in (task, made(front, request())):  # also who had a seat and comes now
+            for one in (
+                task,
+                made(front, request()),
+            ):  # also a client that had a seat and comes now
                 with pytest.raises(ApiError) as caught:
                     await one
                 assert code(caught) == "draining"

@@ -32,7 +32,7 @@ from tests.serve.traced import ENDPOINT
 
 STEPS, LONG, SECONDS = 6, 40, 0.05
 MODEL = f"fake:seconds_per_step={SECONDS},steps={STEPS},width=64,height=64"
-CALLER = "00f067aa0ba902b7"  # the span of whoever calls
+CALLER = "00f067aa0ba902b7"  # the span of the caller
 PLAIN, KILLED, GONE, QUEUED, FAILED, UNWANTED, TEMPLATE, OTHER = (f"{k:032x}" for k in range(1, 9))
 Span = dict[str, Any]
 
@@ -60,7 +60,7 @@ def until_busy(client: httpx.Client, running: int, waiting: int = 0) -> None:
 
 
 def until_stepped(client: httpx.Client, more: int = 2) -> None:
-    """So many more steps than before, whoever made them."""
+    """A number of further steps, of any request."""
     name = "maskfx_step_latency_seconds_count "
     seen: list[float] = []
     end = time.monotonic() + 20

@@ -140,7 +140,7 @@ def test_a_slow_reader_is_dropped(server: Served) -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_over_the_limit(server: Served, chunked: bool) -> None:
-    """Told at once if it is announced, and when the limit is passed if it isn't."""
+    """Reported at once if it is announced, and when the limit is passed if it isn't."""
     with server.connect() as line:
         if not chunked:
             line.sendall(head(LIMITS.body_bytes + 1))

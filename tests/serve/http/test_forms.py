@@ -1,4 +1,4 @@
-"""The forms of the routes: their fields come from `Request`, and a refusal says what was wrong."""
+"""The forms of the routes: their fields come from `Request`, and refusals state what was wrong."""
 
 from __future__ import annotations
 

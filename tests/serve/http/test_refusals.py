@@ -1,4 +1,4 @@
-"""Whatever is wrong with a call is told by code and field, and reaches nobody."""
+"""Whatever is wrong with a call is reported by code and field, and reaches no worker."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.factories.served import job
 
 
 class Pipe:
-    """Guidance twice: a number that the denoiser is told, and true guidance, off by itself."""
+    """Guidance twice: a number that the denoiser gets, and true guidance, off by itself."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""What a job's sender hears of an exception: a code, a sentence without paths."""
+"""What a job's sender gets of an exception: a code, a sentence without paths."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CASES: list[tuple[BaseException, str]] = [
     (NumberError("nan"), "generation_failed"),
     (BudgetError("no room"), "out_of_resources"),
     (InputError("strength=3: give less"), "invalid_value"),
-    (RuntimeError("/home/somebody/secret.py broke"), "generation_failed"),
-    (KeyError("/home/somebody/secret.py"), "generation_failed"),
+    (RuntimeError("/home/ann/secret.py broke"), "generation_failed"),
+    (KeyError("/home/ann/secret.py"), "generation_failed"),
 ]
 
 

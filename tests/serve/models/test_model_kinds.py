@@ -21,7 +21,7 @@ KLEIN = "Flux2KleinPipeline"
 
 MORE: dict[str, Any] = {"steps": 6, "strength": 1.0}
 
-# name: who edits, who makes pictures from nothing, pixels along a site
+# name: which edit, which make pictures from nothing, pixels along a site
 KINDS: dict[str, tuple[str, str | None, int]] = {
     "StableDiffusionPipeline": ("StableDiffusionInpaintPipeline", "StableDiffusionPipeline", 2),
     "StableDiffusionInpaintPipeline-9": ("StableDiffusionInpaintPipeline", None, 2),
@@ -73,7 +73,7 @@ def check_edits(served: Served, control: Any) -> None:
 
 
 def share_of(mask: Mask, served: Served) -> float:
-    """Of the sites, with the margin that the model's quality says; a reference adds as many."""
+    """Of the sites, with the margin that the model's quality has; a reference adds as many."""
     member = served.model.family.main
     margin = pipeline_state_of(member.pipe).quality.margin
     side = SIDE // served.model.ready().site

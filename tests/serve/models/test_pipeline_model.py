@@ -156,7 +156,7 @@ def test_what_a_folder_cant_tell_is_refused(
 
 
 def test_a_folders_strength_may_leave_few_steps(tmp_path: Path) -> None:
-    """Of the two of a first edit it would leave none; costs are told of what is left."""
+    """Of the two of a first edit it would leave none; costs are fitted to what is left."""
     build("StableDiffusionInpaintPipeline-9").save_pretrained(tmp_path)
     (tmp_path / "call.json").write_text(json.dumps({"strength": 0.3}))
     served = Served(None, model=str(tmp_path))
@@ -341,18 +341,18 @@ def test_a_picture_from_nothing(served: Served) -> None:
     assert np.abs(a - b).max() > 1
 
 
-# What is told meanwhile.
+# What is reported meanwhile.
 
 
 def test_progress_previews_and_steps_are_told(served: Served) -> None:
     told = served.told
-    for heard in (told.progress, told.sketches, told.steps):
+    for heard in (told.progress, told.previews, told.steps):
         heard.clear()
     made = served.made(job("p", steps=6, strength=1.0, previews=2), edit(5))
     assert [(p.id, p.step, p.steps) for p in told.progress] == [("p", n, 6) for n in range(1, 7)]
-    assert [(s.id, s.attempt, s.index) for s in told.sketches] == [("p", 1, 0), ("p", 1, 1)]
-    for sketch in told.sketches:
-        assert np.array_equal(sketch.pixels[~square()], picture(5)[~square()])
+    assert [(s.id, s.attempt, s.index) for s in told.previews] == [("p", 1, 0), ("p", 1, 1)]
+    for preview in told.previews:
+        assert np.array_equal(preview.pixels[~square()], picture(5)[~square()])
     recorded, edited = 2 * 256, 2 * COMPUTED  # both branches of guidance
     # so short a run forecasts none
     assert [s.sites for s in told.steps] == [recorded] * 6 + [edited] * 6
@@ -361,13 +361,13 @@ def test_progress_previews_and_steps_are_told(served: Served) -> None:
 
 
 def test_a_job_that_wants_no_previews_gets_none(served: Served) -> None:
-    served.told.sketches.clear()
+    served.told.previews.clear()
     served.made(job(steps=4), edit(5))
-    assert not served.told.sketches
+    assert not served.told.previews
 
 
 def test_a_traced_job_tells_what_its_time_went_to(served: Served) -> None:
-    """A picture that nobody recorded: its recording comes first."""
+    """A picture that was not recorded: its recording comes first."""
     spells = served.told.spells
     spells.clear()
     began = time.monotonic()

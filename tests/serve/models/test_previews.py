@@ -55,7 +55,7 @@ def test_a_linear_encoder_is_found(is_packed: bool) -> None:
     assert np.abs(drawn.astype(int) - wanted).max() <= (12 if is_packed else 3)
 
 
-def test_latents_that_dont_tell_give_no_sketch() -> None:
+def test_latents_that_dont_tell_give_no_preview() -> None:
     assert sites_of(torch.zeros(1, 7, 4), SIZE) is None  # no rows and columns
     assert sites_of(None, SIZE) is None
     assert sites_of(torch.zeros(1, 4, 1, 6, 4), SIZE) is not None  # one frame
@@ -104,12 +104,12 @@ def test_previews_look_like_the_picture() -> None:
     assert sketcher.explained > 0.5
     whole = np.ones((SIDE, SIDE), bool)
     made = served.made(job(steps=20, strength=0.2, previews=3), Pictures((picture(3),), whole))
-    last = served.told.sketches[-1].pixels
+    last = served.told.previews[-1].pixels
     assert last.shape == (SIDE, SIDE, 3)
     assert correlation(last, made.pixels) > 0.7
     # of an edit too, whose mask is a part of the picture
-    served.told.sketches.clear()
+    served.told.previews.clear()
     made = served.made(job(steps=20, strength=0.2, previews=3), Pictures((picture(3),), square()))
-    last = served.told.sketches[-1].pixels
+    last = served.told.previews[-1].pixels
     assert correlation(last[square()], made.pixels[square()]) > 0.5  # type: ignore[index]
     served.model.close()

@@ -71,7 +71,7 @@ def test_what_another_name_stands_for_is_kept(tiers: Tiers, tmp_path: Path) -> N
     keys = recorded(tiers, "a")
     here, beside = Recordings(tiers, tmp_path), Recordings(tiers, tmp_path)
     here.add("one", "a", keys, pinned=True)
-    beside.add("two", "a", keys, pinned=True)  # another worker, that this one never heard of
+    beside.add("two", "a", keys, pinned=True)  # another worker, that this one doesn't know
     assert here.forget("one") == []
     assert len(stored(tiers).ls()) == len(keys)
     assert here.forget("two") == ["a"]

@@ -1,4 +1,4 @@
-"""Admission by benefit, against batches that are stepped by hand: a start makes nobody late."""
+"""Admission by benefit, against batches that are stepped by hand: a start makes no request late."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def batches(workers: list[Worker]) -> dict[str, list[tuple[Demand, int]]]:
 @given(scenes())
 def test_a_start_makes_nobody_late(scene: tuple[list[Demand], list[Worker]]) -> None:
     waiting, workers = scene
-    # who has waited for longer than `patience` starts in any case, so that it doesn't starve
+    # what has waited for longer than `patience` starts in any case, so that it doesn't starve
     scheduler = SlackScheduler(COSTS, make_router("cost"), patience=1e6)
     found = scheduler.decide(NOW, waiting, workers)
     before = {name: ends(batch) for name, batch in batches(workers).items()}

@@ -92,7 +92,7 @@ def test_a_recording_computes_all_sites() -> None:
 
 
 def test_a_model_that_says_no_steps_makes_one() -> None:
-    """Where a pipeline has no number of steps by default its card says 0."""
+    """Where a pipeline has no number of steps by default its card has 0."""
     assert work_of(*request(template="t"), replace(CARD, steps=0), 100).steps == 1
 
 

@@ -33,7 +33,7 @@ def demand(id: str, sites: int = 100, steps: int = 20, template: str | None = No
 
 
 def worker(name: str, *loads: tuple[int, int], slots: int = 4) -> Worker:
-    """With requests of so many sites and steps left."""
+    """With requests of a number of sites and steps left."""
     running = [Running(demand(f"{name}-{n}", sites), left) for n, (sites, left) in enumerate(loads)]
     return Worker(name, slots, running)
 

@@ -1,4 +1,4 @@
-"""Schedulers: what always holds, whatever comes, and who goes before whom."""
+"""Schedulers: what always holds, whatever comes, and which request goes first."""
 
 from collections.abc import Callable
 from math import inf
@@ -40,7 +40,7 @@ dues = some.one_of(some.just(inf), some.floats(0, 200))
 
 @some.composite
 def scenes(draw: some.DrawFn) -> tuple[float, list[Demand], list[Worker]]:
-    """A moment: who waits, and workers with some under way."""
+    """A moment: what waits, and workers with some under way."""
 
     def one(id: str) -> Demand:
         return Demand(id, draw(shared), draw(some.floats(0, 50)), draw(dues), draw(users))

@@ -23,7 +23,7 @@ def test_a_lock_ends_with_its_owner(tmp_path: Path) -> None:
 def test_a_lock_that_isnt_ours_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Anybody may write to /tmp; whose lock looks dead has files removed."""
+    """Every user may write to /tmp; files of a lock that looks dead are removed."""
     (tmp_path / "lock").touch()
     (tmp_path / "link").symlink_to(tmp_path / "lock")
     assert orphaned(tmp_path / "lock")

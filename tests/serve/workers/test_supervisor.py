@@ -200,7 +200,7 @@ def gone(pid: int) -> bool:
     until = time.monotonic() + 5
     while alive(pid) and time.monotonic() < until:
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            return True  # nobody here reaps orphans
+            return True  # no process here reaps orphans
         time.sleep(0.01)
     return not alive(pid)
 
