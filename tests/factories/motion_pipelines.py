@@ -46,7 +46,7 @@ def stable_video() -> Any:
     )
     net = of_zoo("UNetSpatioTemporalConditionModel", num_frames=FRAMES)
     times = EulerDiscreteScheduler(prediction_type="v_prediction", use_karras_sigmas=True)
-    parts = {"vae": coder, "unet": net, "scheduler": times, **seen(CROSS)}
+    parts = {"vae": coder, "unet": net, "scheduler": times, **seen(CROSS, 224)}
     return pipe_of("StableVideoDiffusionPipeline", lambda: parts)
 
 

@@ -38,7 +38,7 @@ def of_zoo(name: str, /, *dropped: str, **changed: Any) -> Any:
     return tiny(name.partition("-")[0], **config)
 
 
-def vision_config(width: int, layers: int) -> Any:
+def vision_config(width: int, layers: int, side: int = 16) -> Any:
     from transformers import CLIPVisionConfig
 
     return CLIPVisionConfig(
@@ -47,26 +47,27 @@ def vision_config(width: int, layers: int) -> Any:
         projection_dim=width,
         num_hidden_layers=layers,
         num_attention_heads=2,
-        image_size=16,
-        patch_size=8,
+        image_size=side,
+        patch_size=side // 2,
     )
 
 
-def vision(width: int = CROSS) -> Any:
+def vision(width: int = CROSS, side: int = 16) -> Any:
     """A tiny CLIP encoder of pictures."""
     from transformers import CLIPVisionModelWithProjection
 
-    return seeded(6, CLIPVisionModelWithProjection, vision_config(width, 1))
+    return seeded(6, CLIPVisionModelWithProjection, vision_config(width, 1, side))
 
 
-def vision_processor() -> Any:
+def vision_processor(side: int = 16) -> Any:
     from transformers import CLIPImageProcessor
 
-    return CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    crop = {"height": side, "width": side}
+    return CLIPImageProcessor(size={"shortest_edge": side}, crop_size=crop)
 
 
-def seen(width: int = CROSS) -> Arguments:
-    return {"image_encoder": vision(width), "feature_extractor": vision_processor()}
+def seen(width: int = CROSS, side: int = 16) -> Arguments:
+    return {"image_encoder": vision(width, side), "feature_extractor": vision_processor(side)}
 
 
 # ControlNet-XS: one network of the UNet and its control, connected in every block.

@@ -281,7 +281,7 @@ def equal_sizes(module: torch.nn.Module, leaves: Sequence[Argument]) -> Iterator
         values = pytree.tree_leaves(dict(kwargs))
         if len(values) != len(leaves):
             return
-        seen: dict[str, object] = {}
+        seen: dict[str, IntLikeType] = {}
         for leaf, value in zip(leaves, values, strict=True):
             shape = value.shape if isinstance(value, torch.Tensor) else ()
             for role, size in zip(leaf.roles, shape, strict=True) if shape else ():
