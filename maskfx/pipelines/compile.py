@@ -53,7 +53,7 @@ from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.devices import CPU, free_memory
-from maskfx.runtime.lora.registry import Adapters
+from maskfx.runtime.lora.registry import Adapters, default_adapters
 from maskfx.runtime.make_denoiser import compiled
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.step_planner import StepPlanner
@@ -293,13 +293,20 @@ def compile_pipeline(
     if blocks_of(pipe) is not None:
         call = call_of_blocks(pipe, call)
         hide_errors((TemplateIncomplete, ScheduleMismatch, EngineError))
-    state = PipelineState(call, denoisers, library, usual, execute, coders)
-    if adapters is not None:
-        state.adapters = lambda: adapters
-    state.pool = RollingPool(patch_bytes, PATCH_REQUESTS)
-    if settings.mode != "dense" and kept.most:
-        state.encoders = Encoders(kept)
-        state.encoders.adopt(pipe.components, list(modules.values()))
+    encoders = Encoders(kept) if settings.mode != "dense" and kept.most else None
+    if encoders is not None:
+        encoders.adopt(pipe.components, list(modules.values()))
+    state = PipelineState(
+        call,
+        denoisers,
+        library,
+        usual,
+        execute,
+        coders,
+        encoders,
+        adapters=default_adapters if adapters is None else lambda: adapters,
+        pool=RollingPool(patch_bytes, PATCH_REQUESTS),
+    )
     namespace = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
