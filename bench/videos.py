@@ -60,18 +60,53 @@ def cogvideox() -> tuple[nn.Module, dict[str, Any]]:
     return diffusers.CogVideoXTransformer3DModel(**COGVIDEOX), inputs(4096, (FRAMES, 16))
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
-    "wan": wan,
-    "cogvideox": cogvideox,
+# the widths of SD1.5 halved, as motion models are built on it; one layer per block
+MOTION = {
+    "block_out_channels": (160, 320, 640, 640),
+    "layers_per_block": 1,
+    "cross_attention_dim": 768,
+    "num_attention_heads": 8,
+    "motion_num_attention_heads": 8,
+    "use_motion_mid_block": True,
+}
+STABLE_VIDEO = {
+    "block_out_channels": (160, 320, 640, 640),
+    "num_attention_heads": (5, 5, 10, 10),
+    "layers_per_block": 1,
+    "num_frames": FRAMES,
 }
 
 
-def inputs(text: int, front: tuple[int, int]) -> dict[str, Any]:
+def animatediff() -> tuple[nn.Module, dict[str, Any]]:
+    """AnimateDiff's motion model on SD1.5's UNet at half width, with a text for each frame."""
+    given = inputs(768, (4, FRAMES), "sample")
+    given["encoder_hidden_states"] = given["encoder_hidden_states"].repeat_interleave(FRAMES, 0)
+    return diffusers.UNetMotionModel(**MOTION), given
+
+
+def stable_video() -> tuple[nn.Module, dict[str, Any]]:
+    """Stable Video Diffusion's UNet at half width."""
+    given = inputs(1024, (FRAMES, 8), "sample", text=1)
+    given["added_time_ids"] = torch.tensor([[6.0, 127.0, 0.02]])
+    return diffusers.UNetSpatioTemporalConditionModel(**STABLE_VIDEO), given
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+    "wan": wan,
+    "cogvideox": cogvideox,
+    "animatediff": animatediff,
+    "stable-video": stable_video,
+}
+
+
+def inputs(
+    width: int, front: tuple[int, int], video: str = "hidden_states", text: int = TEXT
+) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(0)
     return {
-        "hidden_states": torch.randn(1, *front, HEIGHT, WIDTH, generator=draw),
+        video: torch.randn(1, *front, HEIGHT, WIDTH, generator=draw),
         "timestep": torch.tensor([500]),
-        "encoder_hidden_states": torch.randn(1, TEXT, text, generator=draw),
+        "encoder_hidden_states": torch.randn(1, text, width, generator=draw),
         "return_dict": False,
     }
 
