@@ -103,7 +103,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Result:
+class DemoResult:
     """Image and times of one call of a pipeline."""
 
     pixels: NDArray[np.uint8]
@@ -159,16 +159,18 @@ def same_noise(pipe: object, template: Template, example: Example) -> Tensor:
     return torch.where(pooled(mask, grid).reshape(-1, 1), own, kept)
 
 
-def compared(plain: Pipeline, pipe: Pipeline, call: Mapping[str, object]) -> tuple[Result, Result]:
+def compared(
+    plain: Pipeline, pipe: Pipeline, call: Mapping[str, object]
+) -> tuple[DemoResult, DemoResult]:
     """Run the same edit dense and masked in turn, after a warm-up round; return median times."""
-    runs: tuple[list[Result], list[Result]] = ([], [])
+    runs: tuple[list[DemoResult], list[DemoResult]] = ([], [])
     for index in range(1 + PICTURE_ROUNDS):
         for one, kept in zip((plain, pipe), runs, strict=True):
             result = timed(one, call)
             if index:
                 kept.append(result)
     dense, edited = (
-        Result(
+        DemoResult(
             kept[0].pixels,
             statistics.median(one.whole for one in kept),
             statistics.median(one.step for one in kept),
@@ -178,7 +180,7 @@ def compared(plain: Pipeline, pipe: Pipeline, call: Mapping[str, object]) -> tup
     return dense, edited
 
 
-def timed(pipe: Pipeline, call: Mapping[str, object]) -> Result:
+def timed(pipe: Pipeline, call: Mapping[str, object]) -> DemoResult:
     ends: list[float] = []
 
     def stepped(_: object, step: int, t: object, values: dict[str, object]) -> dict[str, object]:
@@ -189,10 +191,10 @@ def timed(pipe: Pipeline, call: Mapping[str, object]) -> Result:
     generator = torch.Generator().manual_seed(SEED)  # for other noise of a pipeline
     made = pipe(**call, generator=generator, callback_on_step_end=stepped).images[0]
     whole = time.perf_counter() - start
-    return Result(np.asarray(made), whole, (ends[-1] - ends[0]) / (len(ends) - 1))
+    return DemoResult(np.asarray(made), whole, (ends[-1] - ends[0]) / (len(ends) - 1))
 
 
-def tell(example: Example, dense: Result, edited: Result) -> Image.Image:
+def tell(example: Example, dense: DemoResult, edited: DemoResult) -> Image.Image:
     """Print the comparison, and draw it."""
     picture, mask = np.asarray(example.image), example.masked
     inside = similarity(edited.pixels, dense.pixels, mask)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from maskfx.errors import CompileError, InputError, MissingRequest
 from maskfx.export.manifest import read_manifest, write_manifest
-from maskfx.export.profiles import Profile, Range
+from maskfx.export.profiles import Range, ShapeProfile
 
 if TYPE_CHECKING:
     import tensorrt_rtx
@@ -38,7 +38,7 @@ def import_tensorrt() -> ModuleType:
 def replace_by_engines(folder: Path, ranges: Mapping[str, Range]) -> None:
     """Build an engine from each ONNX graph of an exported denoiser; drop the graphs and weights."""
     manifest = dict(read_manifest(folder))
-    profile, graphs = Profile(manifest, ranges), {}
+    profile, graphs = ShapeProfile(manifest, ranges), {}
     for name, graph in manifest["graphs"].items():
         engine = folder / f"{name}{SUFFIX}"
         build_engine(folder / graph["file"], graph, profile, engine)
@@ -49,7 +49,11 @@ def replace_by_engines(folder: Path, ranges: Mapping[str, Range]) -> None:
 
 
 def build_engine(
-    onnx: Path, graph: Mapping[str, Any], profile: Profile, engine: Path, level: int | None = None
+    onnx: Path,
+    graph: Mapping[str, Any],
+    profile: ShapeProfile,
+    engine: Path,
+    level: int | None = None,
 ) -> None:
     """Build an engine for an ONNX graph.
 
@@ -98,7 +102,7 @@ def shapes_of(
     builder: tensorrt_rtx.Builder,
     network: tensorrt_rtx.INetworkDefinition,
     graph: Mapping[str, Any],
-    profile: Profile,
+    profile: ShapeProfile,
 ) -> tensorrt_rtx.IOptimizationProfile:
     """Return TensorRT's profile: the least, usual and greatest shape of each input."""
     described = {value["name"]: value for value in graph["inputs"]}

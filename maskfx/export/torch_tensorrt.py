@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 
 from maskfx.errors import InputError, MissingRequest
 from maskfx.export.manifest import read_manifest, write_manifest
-from maskfx.export.profiles import Profile, Range
+from maskfx.export.profiles import Range, ShapeProfile
 
 if TYPE_CHECKING:
     import torch_tensorrt
@@ -45,7 +45,7 @@ def import_torch_tensorrt() -> ModuleType:
 def replace_by_compiled(folder: Path, ranges: Mapping[str, Range]) -> None:
     """Compile each saved program of an exported denoiser, and drop the programs."""
     manifest = dict(read_manifest(folder))
-    profile, graphs = Profile(manifest, ranges), {}
+    profile, graphs = ShapeProfile(manifest, ranges), {}
     for name, graph in manifest["graphs"].items():
         plain, compiled = folder / graph["file"], folder / f"{name}{SUFFIX}"
         write_compiled(torch.export.load(plain), graph, profile, compiled)
@@ -57,7 +57,7 @@ def replace_by_compiled(folder: Path, ranges: Mapping[str, Range]) -> None:
 def write_compiled(
     program: ExportedProgram,
     graph: Mapping[str, Any],
-    profile: Profile,
+    profile: ShapeProfile,
     path: Path,
     format: str = "pt2",
     **settings: Any,
@@ -98,7 +98,7 @@ def check_settings(compiles: Callable[..., object], settings: Mapping[str, objec
 
 
 def input_of(
-    package: ModuleType, profile: Profile, value: Mapping[str, Any]
+    package: ModuleType, profile: ShapeProfile, value: Mapping[str, Any]
 ) -> torch_tensorrt.Input:
     """Return an input's ranges and type as Torch-TensorRT takes them."""
     least, usual, most = profile.shapes(value["dims"])

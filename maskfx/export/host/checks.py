@@ -10,7 +10,7 @@ import numpy as np
 from maskfx.errors import CacheError, InputError, MaskError
 from maskfx.export.host.arguments import Arguments
 from maskfx.export.host.arrays import Bools
-from maskfx.export.host.layout import Layout
+from maskfx.export.host.layout import HostLayout
 from maskfx.export.host.recording import Recording
 
 KEYS, STRETCH = "keys", "stretch"  # kinds of regions
@@ -74,7 +74,7 @@ def allowed(mask: Bools, ever: Bools, always: Bools) -> bool:
 
 def check_regions(
     manifest: Mapping[str, Any],
-    layout: Layout,
+    layout: HostLayout,
     mask: Bools,
     chosen: Mapping[int, Bools],
     recording: Recording,
@@ -116,7 +116,7 @@ def check_regions(
 
 
 def read_taps(
-    manifest: Mapping[str, Any], layout: Layout, region: int
+    manifest: Mapping[str, Any], layout: HostLayout, region: int
 ) -> tuple[set[str], set[str]]:
     """Return the taps that a region loads to project no keys, and those to project all keys."""
     keys: set[str] = set()
@@ -130,7 +130,7 @@ def read_taps(
     return keys, inputs
 
 
-def regions_of(layout: Layout, segments: list[str]) -> set[int]:
+def regions_of(layout: HostLayout, segments: list[str]) -> set[int]:
     """Return the regions whose sites these segments hold."""
     found = [layout.segments[name] for name in segments if layout.segments[name].is_image]
     return {s.region if s.kind == "tokens" else layout.levels[s.level].region for s in found}
