@@ -28,7 +28,7 @@ from bench.report import columns
 from bench.shapes import Shape
 from maskfx import CompiledDenoiser, EditStep
 from maskfx.runtime.cache.loader import Loader
-from maskfx.runtime.planner.calibration import Trial, measure, measure_all, measure_loads
+from maskfx.runtime.planner.calibration import TrialBatch, measure, measure_all, measure_loads
 from maskfx.runtime.planner.costs import Costs, Sample, fit, r_squared
 from maskfx.runtime.planner.step_planner import StepPlanner
 from maskfx.runtime.planner.timeline import NOW, Start, simulate
@@ -111,7 +111,7 @@ def fit_costs(bed: Bed, repeats: int) -> tuple[list[Sample], dict[str, Any]]:
     }
 
 
-def seconds_of(trials: Sequence[Trial]) -> list[float]:
+def seconds_of(trials: Sequence[TrialBatch]) -> list[float]:
     """Seconds of all runs of each trial."""
     return [sum(float(s.sum()) + around for s, around in trial.runs) for trial in trials]
 

@@ -23,7 +23,7 @@ from maskfx.serve.frontend.frontend import Front
 from maskfx.serve.frontend.ticket import RequestTicket
 from maskfx.serve.frontend.worker_pool import WorkerState
 from maskfx.serve.launch import serve
-from maskfx.serve.messages import Done, FromWorker, Progress, Stepped
+from maskfx.serve.messages import Done, FromWorker, JobProgress, Stepped
 from maskfx.serve.scheduling.load import Work
 from maskfx.serve.workers.pixels import Part
 
@@ -92,7 +92,7 @@ def noting(file: BinaryIO) -> None:
         match message:
             case Stepped():
                 write(file, Batched(now, worker, message))
-            case Progress():
+            case JobProgress():
                 write(file, Moved(now, worker, message.id, message.step))
             case Done():
                 write(file, Ended(now, worker, message.id))

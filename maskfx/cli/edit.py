@@ -124,7 +124,7 @@ def edit_here(call: EditCall, out: Path, effective: Effective) -> int:
             job = messages.Job(id=request.id, attempt=1, request=request)
             model.start(job, Pictures((call.picture,), call.mask))
             while not isinstance(answer := told.get(), Made | messages.Failed):
-                if isinstance(answer, messages.Progress):
+                if isinstance(answer, messages.JobProgress):
                     bar.move(answer.step, answer.steps)
     if isinstance(answer, messages.Failed):
         print(f"maskfx: {answer.code}: {answer.message}", file=sys.stderr)

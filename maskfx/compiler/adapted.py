@@ -21,7 +21,7 @@ from maskfx.passes.context import get_attribute
 
 
 @dataclass(frozen=True)
-class Twin:
+class LowRankTwin:
     """A program with low-rank terms.
 
     Args:
@@ -36,7 +36,7 @@ class Twin:
     whole: frozenset[str]
 
 
-def make_twin(program: Program, weights: Collection[str]) -> Twin:
+def make_twin(program: Program, weights: Collection[str]) -> LowRankTwin:
     """Return a program with terms on the layers of these weights."""
     interface = replace(program.interface, inputs=dict(program.interface.inputs))
     names = [node.name for node in program.module.graph.nodes]
@@ -48,7 +48,7 @@ def make_twin(program: Program, weights: Collection[str]) -> Twin:
     layers = hashlib.sha256("\n".join(sorted(weights)).encode()).hexdigest()
     code = f"{program.code} adapted {layers}"
     twin = Program(graphs[0], graphs[1], interface, code, program.origins)
-    return Twin(twin, frozenset(weights), frozenset(whole))
+    return LowRankTwin(twin, frozenset(weights), frozenset(whole))
 
 
 def named_copy(graph: fx.Graph, names: list[str]) -> fx.Graph:
@@ -118,4 +118,12 @@ def reads(side: SideGraph, places: Collection[object]) -> bool:
     return False
 
 
-__all__ = ["Twin", "inner_weights", "make_twin", "originals", "place_of", "reads", "weight_names"]
+__all__ = [
+    "LowRankTwin",
+    "inner_weights",
+    "make_twin",
+    "originals",
+    "place_of",
+    "reads",
+    "weight_names",
+]

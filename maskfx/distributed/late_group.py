@@ -86,7 +86,7 @@ class HeldRows:
 
 
 @dataclass
-class Origins:
+class ExchangeOrigins:
     """The members of what a rank receives in the exchanges of one batch.
 
     Args:
@@ -152,7 +152,7 @@ class LateGroup:
         self,
         group: StartingGroup,
         members: Sequence[LateMember | None],
-        origins: Origins,
+        origins: ExchangeOrigins,
         held: HeldRows,
     ) -> None:
         self.rank, self.members = group.rank, members

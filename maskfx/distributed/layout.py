@@ -15,7 +15,7 @@ from torch import Tensor
 
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.tables import (
-    Read,
+    TableRead,
     exchange_tables,
     merge_tables,
     read_part,
@@ -63,7 +63,7 @@ class RankLayout(Layout):
 
     partition: Partition = field(default_factory=lambda: Partition(((1.0,),)))
     rank: int = 0
-    _reads: dict[Hashable, Read] = field(default_factory=dict)
+    _reads: dict[Hashable, TableRead] = field(default_factory=dict)
     _own: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     _exchanges: dict[Hashable, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
@@ -111,14 +111,14 @@ class RankLayout(Layout):
 
     # What a rank reads.
 
-    def read(self, reader: Reader, member: int, rank: int, segment: int = 0) -> Read:
+    def read(self, reader: Reader, member: int, rank: int, segment: int = 0) -> TableRead:
         """Return what a rank's part of a table picks; an Enter has one for each segment."""
         key = reader, member, rank, segment
         if key not in self._reads:
             self._reads[key] = self._read(reader, member, rank, segment)
         return self._reads[key]
 
-    def _read(self, reader: Reader, member: int, rank: int, segment: int) -> Read:
+    def _read(self, reader: Reader, member: int, rank: int, segment: int) -> TableRead:
         sites, extra = self.sites[member], 0
         match reader:
             case Neighbours(window):

@@ -1,4 +1,4 @@
-"""Ranks: the processes of a RankGroup, their world group, and what happens when one fails.
+"""RankProcesses: the processes of a RankGroup, their world group, and what happens when one fails.
 
 Disjoint sets of ranks may be asked at the same time, from several threads. While none computes,
 `recover` removes those that failed and takes in those that were started in their place.
@@ -86,7 +86,7 @@ class RankProcess:
                 self.known.add(cache.number)
 
 
-class Ranks:
+class RankProcesses:
     """The processes; `all` are those of the world group, in the order of their numbers.
 
     One that fails keeps its number until `recover`.

@@ -19,7 +19,7 @@ from maskfx.distributed.late_runs import Division, LateRuns, Members, cut_evenly
 from maskfx.distributed.links import LinkCosts, prefers_keys_by_rank, shared_texts
 from maskfx.distributed.messages import PartRequest, PartResult, RankRequest, WholeRequest
 from maskfx.distributed.partition import Partition, by_member
-from maskfx.distributed.processes import RankFailure, Ranks, Waits
+from maskfx.distributed.processes import RankFailure, RankProcesses, Waits
 from maskfx.distributed.rank_pool import Lease, NoRanks, RankPool
 from maskfx.distributed.rank_step import RankPrograms, joined
 from maskfx.distributed.work import RankWork
@@ -264,7 +264,7 @@ class RankGroup:
                     self.late.forget()
                     log.warning("ranks of %s: %s", self._name, why)
 
-    def _ended(self, ranks: Ranks, numbers: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    def _ended(self, ranks: RankProcesses, numbers: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Return, by rank, the requests that have ended and whose rows it may hold."""
         alive = self.late.alive
         runs = {number: tuple(ranks.all[number].runs - alive) for number in numbers}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from maskfx.distributed.processes import RankFailure, RankProcess, Ranks, Waits
+from maskfx.distributed.processes import RankFailure, RankProcess, RankProcesses, Waits
 from maskfx.runtime.cache.step_cache import StepCache, changed
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.sendable import can_be_sent
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class Lease:
     """Ranks that compute for one step, by their numbers in the world group."""
 
-    processes: Ranks
+    processes: RankProcesses
     ranks: tuple[int, ...]
 
 
@@ -59,7 +59,7 @@ class RankPool:
     ) -> None:
         self.denoiser, self.wanted, self.threads = denoiser, wanted, threads
         self.backend, self.waits = backend, waits
-        self.ranks: Ranks | None = None
+        self.ranks: RankProcesses | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="maskfx-ranks-")
         self._watch = Weights(denoiser.module)
         self._sendable = type(denoiser) is CompiledDenoiser and can_be_sent(denoiser.module)
@@ -120,7 +120,7 @@ class RankPool:
                     self._released.wait(left)
 
     @contextmanager
-    def lease_now(self, wanted: Callable[[Ranks], Sequence[int]]) -> Iterator[Lease | None]:
+    def lease_now(self, wanted: Callable[[RankProcesses], Sequence[int]]) -> Iterator[Lease | None]:
         """Reserve those of some ranks that are there and free now; give None if none is.
 
         Args:
@@ -149,7 +149,7 @@ class RankPool:
             self._releases += 1
             self._released.notify_all()
 
-    def _reserved(self, processes: Ranks, wanted: Sequence[int] | None) -> Lease | None:
+    def _reserved(self, processes: RankProcesses, wanted: Sequence[int] | None) -> Lease | None:
         alive = processes.alive
         chosen = tuple(r for r in (alive if wanted is None else wanted) if r in alive)
         chosen = chosen or tuple(alive[:1])
@@ -161,7 +161,7 @@ class RankPool:
 
     # Processes.
 
-    def _started(self) -> Ranks:
+    def _started(self) -> RankProcesses:
         """Return the ranks, with the weights as they are now."""
         change = self._watch.change()
         if not change.same_numbers:
@@ -178,7 +178,9 @@ class RankPool:
             settings = replace(self.denoiser.settings, programs=self._folder.name)
             held = self.denoiser.module, settings, self.denoiser.roles, self.threads
             try:
-                self.ranks = Ranks(held, self.wanted, self.backend, self.waits, self._folder.name)
+                self.ranks = RankProcesses(
+                    held, self.wanted, self.backend, self.waits, self._folder.name
+                )
             except (OSError, EOFError, Unsendable, RankFailure) as error:
                 log.warning("no ranks for %s: %s", type(self.denoiser.module).__name__, error)
                 self._sendable = False

@@ -42,7 +42,7 @@ from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
 
 
 @dataclass
-class Rank:
+class RankState:
     """The state of this process."""
 
     denoiser: CompiledDenoiser | None = None
@@ -165,7 +165,7 @@ class Rank:
 
 def serve(channel: Channel) -> None:
     """Answer messages until the channel closes."""
-    rank = Rank()
+    rank = RankState()
     while True:
         question = channel.receive()
         answered: tuple[object, Exception | None]

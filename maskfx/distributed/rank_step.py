@@ -12,7 +12,7 @@ from maskfx import ops
 from maskfx.compiler.fused import fused
 from maskfx.compiler.split import SplitProgram, split_program
 from maskfx.config import Settings
-from maskfx.distributed.late_group import Origins
+from maskfx.distributed.late_group import ExchangeOrigins
 from maskfx.distributed.layout import RankLayout
 from maskfx.distributed.partition import Partition
 from maskfx.ir.lru import LruCache
@@ -50,7 +50,7 @@ class RankPrograms:
         self.settings = settings
         self.layouts: LruCache[Hashable, RankLayout] = LruCache(FRAMES)
         self.frames: LruCache[Hashable, Frame] = LruCache(FRAMES)
-        self.received: LruCache[Hashable, Origins] = LruCache(FRAMES)
+        self.received: LruCache[Hashable, ExchangeOrigins] = LruCache(FRAMES)
         self._splits: dict[tuple[str, bool], SplitProgram | str] = {}
         self._runners: dict[tuple[str, bool, bool], Run] = {}
 
@@ -79,14 +79,14 @@ class RankPrograms:
 
     def origins(
         self, program: Program, recording: bool, whole: Layout, partition: Partition, rank: int
-    ) -> Origins:
+    ) -> ExchangeOrigins:
         """Return which member each row that a rank receives belongs to."""
         split = self.split(program, False)
         assert isinstance(split, SplitProgram), split
         layout = self.layout(whole, partition, rank)
         return self.received.find(
             (id(split), recording, id(layout)),
-            lambda: Origins(layout, split.recorded if recording else split.exchanges),
+            lambda: ExchangeOrigins(layout, split.recorded if recording else split.exchanges),
         )
 
     @torch.no_grad()

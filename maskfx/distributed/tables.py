@@ -12,7 +12,7 @@ from maskfx.ir.sources import Reader, Subsites
 
 
 @dataclass
-class Read:
+class TableRead:
     """What one rank's part of a table of one member picks.
 
     Args:
@@ -26,7 +26,7 @@ class Read:
     extra: Tensor
 
 
-def read_part(table: Tensor, rows: int, extra: int) -> Read:
+def read_part(table: Tensor, rows: int, extra: int) -> TableRead:
     """Return what a part of a table reads.
 
     Args:
@@ -41,7 +41,7 @@ def read_part(table: Tensor, rows: int, extra: int) -> Read:
     code[fresh] = torch.arange(len(fresh))
     code[cached] = torch.arange(len(fresh), len(fresh) + len(cached))
     code[rows + extra] = len(fresh) + len(cached)
-    return Read(code[table], fresh, cached - rows)
+    return TableRead(code[table], fresh, cached - rows)
 
 
 def received_rows(

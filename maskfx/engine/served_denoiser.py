@@ -14,7 +14,7 @@ from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Layers, Updates
 from maskfx.runtime.sendable import bare
 from maskfx.runtime.sent_cache import received
-from maskfx.runtime.shared_tensors import Packed, TensorHolder
+from maskfx.runtime.shared_tensors import PackedMessage, TensorHolder
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep, RecordStep
 
@@ -57,7 +57,7 @@ class ServedDenoiser:
             self.name,
         )
 
-    def compute(self, message: Packed, dropped: Dropped) -> Packed:
+    def compute(self, message: PackedMessage, dropped: Dropped) -> PackedMessage:
         """Compute steps; return results whose edits are the computed rows only.
 
         The rows of recordings stay here, because edits of them follow.

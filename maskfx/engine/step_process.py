@@ -28,7 +28,7 @@ from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Layers, WeightedLayers
 from maskfx.runtime.sent_cache import SentCache
-from maskfx.runtime.shared_tensors import Packed, TensorSender
+from maskfx.runtime.shared_tensors import PackedMessage, TensorSender
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep, without_late
 from maskfx.runtime.tensor_transport import Unsendable
@@ -176,7 +176,7 @@ class StepProcess:
         try:
             message = self._tensors.pack(sent)
             answer = process.run(DENOISER, "compute", (message, gone), {}, self.threads)
-            assert isinstance(answer, Packed)
+            assert isinstance(answer, PackedMessage)
             results: list[object] = self._tensors.unpack(answer)
         except BaseException:  # whether they have arrived isn't known
             for cache in fresh:

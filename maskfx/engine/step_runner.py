@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.engine.services import NetServices, OwnProcesses
-from maskfx.engine.ticket import AnsweredStep, ParkedCalls, StepMember, TicketState, tell
+from maskfx.engine.ticket import AnsweredStep, MemberWork, ParkedCalls, TicketState, tell
 from maskfx.pipelines.execute import Executors, StepThreads, execute
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.step_executor import StepExecutor
@@ -33,7 +33,7 @@ class Step:
     seconds: float
     sites: int = 0  # computed, over all requests and their guidance branches
     bubble: float = 0.0  # seconds in which compute waited for cached rows
-    members: tuple[StepMember, ...] = ()  # what each request computed
+    members: tuple[MemberWork, ...] = ()  # what each request computed
     degree: int = 1  # ranks that computed it
     cpu: float = 0.0  # seconds of the processor in the thread that computed it
 

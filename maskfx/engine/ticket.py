@@ -115,7 +115,7 @@ class Ticket:
 
 
 @dataclass(frozen=True)
-class StepMember:
+class MemberWork:
     """What a request computes in one step, summed over its guidance branches.
 
     Args:
@@ -147,7 +147,7 @@ class ParkedCalls:
     error: Exception | None = None
     answered: threading.Event = field(default_factory=threading.Event)
 
-    def member(self) -> StepMember:
+    def member(self) -> MemberWork:
         """Return what the calls computed.
 
         Counts one network only: a second one beside the denoiser has the same sites again.
@@ -159,7 +159,7 @@ class ParkedCalls:
         works = [call.work for call in own if call.work is not None]
         work = MaskWork(*map(sum, zip(*works, strict=True))) if len(works) == len(own) else None
         first = self.calls[-1].step == 0
-        return StepMember(self.calls[-1].kind, samples, sites, whole, first, work)
+        return MemberWork(self.calls[-1].kind, samples, sites, whole, first, work)
 
 
 def tell(told: Callable[[T], None], what: T) -> None:

@@ -12,13 +12,13 @@ from maskfx.pipelines.waiting import Wait
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class TurnRequest:
     """A request that waits for its turn or has it, with the ids of its modules."""
 
     modules: frozenset[int]
     alone: bool
 
-    def excludes(self, other: Request) -> bool:
+    def excludes(self, other: TurnRequest) -> bool:
         """Return True if the two must not run at once."""
         return (self.alone or other.alone) and not self.modules.isdisjoint(other.modules)
 
@@ -32,12 +32,12 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._requests: list[Request] = []  # that run or wait, in the order in which they came
+        self._requests: list[TurnRequest] = []  # that run or wait, in the order in which they came
 
     @contextmanager
     def of(self, modules: Iterable[object], alone: bool, wait: Wait) -> Iterator[None]:
         """Hold a turn over these modules; `wait` blocks until it can be taken, or raises."""
-        request = Request(frozenset(map(id, modules)), alone)
+        request = TurnRequest(frozenset(map(id, modules)), alone)
         with self._changed:
             self._requests.append(request)
         try:
@@ -49,11 +49,11 @@ class Turns:
                 self._requests.remove(request)
                 self._changed.notify_all()
 
-    def _comes(self, request: Request, seconds: float | None) -> bool:
+    def _comes(self, request: TurnRequest, seconds: float | None) -> bool:
         """Wait until it is the request's turn; return False after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_free(request), seconds)
 
-    def _is_free(self, request: Request) -> bool:
+    def _is_free(self, request: TurnRequest) -> bool:
         earlier = takewhile(lambda one: one is not request, self._requests)
         return not any(map(request.excludes, earlier))

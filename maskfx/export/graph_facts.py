@@ -22,13 +22,13 @@ from maskfx.ir.sources import Given, Pairs, Source
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeArgument:
     """An argument in full, by its number among the flattened arguments."""
 
     index: int
 
 
-AnySource = Source | Whole
+AnySource = Source | WholeArgument
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def argument_inputs(capture: Capture) -> dict[str, GraphInput]:
     for index, node in enumerate(nodes):
         value = node.meta.get("val")
         dtype = value.dtype if isinstance(value, Tensor) else torch.int64
-        found[str(node.target)] = GraphInput(Whole(index), dtype)
+        found[str(node.target)] = GraphInput(WholeArgument(index), dtype)
     return found
 
 

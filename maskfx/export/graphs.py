@@ -37,7 +37,7 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class Graph:
+class ExportedGraph:
     """One graph to export.
 
     Args:
@@ -63,7 +63,7 @@ class Graph:
                 strict=False,
             )
 
-    def in_module_layout(self) -> Graph:
+    def in_module_layout(self) -> ExportedGraph:
         """Return the graph with the weights as the module holds them."""
         return self
 
@@ -148,7 +148,7 @@ def with_inputs(graph: fx.GraphModule, names: Collection[str], capture: Capture)
     return fx.GraphModule(graph, made)
 
 
-def graphs_of(compilation: Compilation, part: str) -> dict[str, Graph]:
+def graphs_of(compilation: Compilation, part: str) -> dict[str, ExportedGraph]:
     """Return the graphs of a part ("masked", "record", "dense" or "all") by name."""
     facts = compiled_graphs(compilation)
     made = {}
@@ -158,7 +158,7 @@ def graphs_of(compilation: Compilation, part: str) -> dict[str, Graph]:
     return made
 
 
-def graph_of(compilation: Compilation, name: str, facts: GraphFacts) -> Graph:
+def graph_of(compilation: Compilation, name: str, facts: GraphFacts) -> ExportedGraph:
     capture, program = compilation.capture, compilation.program
     if name in ("edit", "record"):
         assert program is not None
@@ -183,11 +183,11 @@ def graph_of(compilation: Compilation, name: str, facts: GraphFacts) -> Graph:
     }
     free = {name: [a for a in axes if example[name].shape[a] > 1] for name, axes in free.items()}
     module = with_inputs(graph, facts.inputs, capture)
-    return Graph(facts, module, example, free)
+    return ExportedGraph(facts, module, example, free)
 
 
 @dataclass(frozen=True)
-class RowsGraph(Graph):
+class RowsGraph(ExportedGraph):
     """The graph of a program, whose inputs are rows."""
 
     program: Program
@@ -195,7 +195,7 @@ class RowsGraph(Graph):
     def exported(self) -> ExportedProgram:
         return export_rows(self.program, self.module, self.example)
 
-    def in_module_layout(self) -> Graph:
+    def in_module_layout(self) -> ExportedGraph:
         return replace(self, module=with_origins(self.module, self.program))
 
 

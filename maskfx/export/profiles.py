@@ -16,7 +16,7 @@ import numpy as np
 from maskfx.errors import InputError
 from maskfx.export.host.arrays import Bools
 from maskfx.export.host.dimensions import call_size, dimension_size
-from maskfx.export.host.layout import Layout
+from maskfx.export.host.layout import HostLayout
 from maskfx.export.host.sites import Sites
 from maskfx.export.host.tables import BatchTables
 from maskfx.ir.json_values import Document
@@ -58,7 +58,7 @@ def read_ranges(texts: Iterable[str]) -> dict[str, Range]:
 
 
 @dataclass
-class Profile:
+class ShapeProfile:
     """The ranges of all dimensions of a manifest.
 
     Args:
@@ -100,8 +100,8 @@ class Profile:
         return self.given.get(ROWS, Range(1, max(round(SHARE * every), 1), most))
 
     @cached_property
-    def layout(self) -> Layout:
-        return Layout.read(self.manifest)
+    def layout(self) -> HostLayout:
+        return HostLayout.read(self.manifest)
 
     def of(self, name: str) -> Range:
         """Return the range of a dimension."""

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from maskfx.errors import CompileError, InputError, MissingRequest
 from maskfx.export.manifest import read_manifest, write_manifest
-from maskfx.export.profiles import Profile, Range
-from maskfx.ir.json_values import Document
+from maskfx.export.profiles import Range, ShapeProfile
 
 if TYPE_CHECKING:
     import tensorrt_rtx
@@ -39,7 +38,7 @@ def import_tensorrt() -> ModuleType:
 def replace_by_engines(folder: Path, ranges: Mapping[str, Range]) -> None:
     """Build an engine from each ONNX graph of an exported denoiser; drop the graphs and weights."""
     manifest = dict(read_manifest(folder))
-    profile, graphs = Profile(manifest, ranges), {}
+    profile, graphs = ShapeProfile(manifest, ranges), {}
     for name, graph in manifest["graphs"].items():
         engine = folder / f"{name}{SUFFIX}"
         build_engine(folder / graph["file"], graph, profile, engine)
@@ -50,7 +49,11 @@ def replace_by_engines(folder: Path, ranges: Mapping[str, Range]) -> None:
 
 
 def build_engine(
-    onnx: Path, graph: Document, profile: Profile, engine: Path, level: int | None = None
+    onnx: Path,
+    graph: Mapping[str, Any],
+    profile: ShapeProfile,
+    engine: Path,
+    level: int | None = None,
 ) -> None:
     """Build an engine for an ONNX graph.
 
@@ -98,8 +101,8 @@ def allow_decomposition(trt: ModuleType, network: tensorrt_rtx.INetworkDefinitio
 def shapes_of(
     builder: tensorrt_rtx.Builder,
     network: tensorrt_rtx.INetworkDefinition,
-    graph: Document,
-    profile: Profile,
+    graph: Mapping[str, Any],
+    profile: ShapeProfile,
 ) -> tensorrt_rtx.IOptimizationProfile:
     """Return TensorRT's profile: the least, usual and greatest shape of each input."""
     described = {value["name"]: value for value in graph["inputs"]}

@@ -19,8 +19,7 @@ from torch.export import ExportedProgram
 
 from maskfx.errors import InputError, MissingRequest
 from maskfx.export.manifest import read_manifest, write_manifest
-from maskfx.export.profiles import Profile, Range
-from maskfx.ir.json_values import Document
+from maskfx.export.profiles import Range, ShapeProfile
 
 if TYPE_CHECKING:
     import torch_tensorrt
@@ -46,7 +45,7 @@ def import_torch_tensorrt() -> ModuleType:
 def replace_by_compiled(folder: Path, ranges: Mapping[str, Range]) -> None:
     """Compile each saved program of an exported denoiser, and drop the programs."""
     manifest = dict(read_manifest(folder))
-    profile, graphs = Profile(manifest, ranges), {}
+    profile, graphs = ShapeProfile(manifest, ranges), {}
     for name, graph in manifest["graphs"].items():
         plain, compiled = folder / graph["file"], folder / f"{name}{SUFFIX}"
         write_compiled(torch.export.load(plain), graph, profile, compiled)
@@ -57,8 +56,8 @@ def replace_by_compiled(folder: Path, ranges: Mapping[str, Range]) -> None:
 
 def write_compiled(
     program: ExportedProgram,
-    graph: Document,
-    profile: Profile,
+    graph: Mapping[str, Any],
+    profile: ShapeProfile,
     path: Path,
     format: str = "pt2",
     **settings: object,
@@ -98,7 +97,9 @@ def check_settings(compiles: Callable[..., object], settings: Mapping[str, objec
         raise InputError(f"torch_tensorrt: it has no settings {unknown}; it has {known}")
 
 
-def input_of(package: ModuleType, profile: Profile, value: Document) -> torch_tensorrt.Input:
+def input_of(
+    package: ModuleType, profile: ShapeProfile, value: Mapping[str, Any]
+) -> torch_tensorrt.Input:
     """Return an input's ranges and type as Torch-TensorRT takes them."""
     least, usual, most = profile.shapes(value["dims"])
     dtype, name = getattr(torch, value["dtype"]), value["name"]

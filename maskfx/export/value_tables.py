@@ -19,7 +19,7 @@ from maskfx.export.graph_facts import (
     GraphFacts,
     GraphInput,
     GraphOutput,
-    Whole,
+    WholeArgument,
 )
 from maskfx.ir.lanes import (
     Atom,
@@ -191,7 +191,7 @@ class ValueTables:
             case PairTable(value, queries, keys, heads):
                 axes = {"queries": names(queries), "keys": names(keys), "heads": heads}
                 return {"kind": "pair_table", **self.given(value), **axes}
-            case Whole(index):
+            case WholeArgument(index):
                 return {"kind": "argument", "index": index}
             case Kept():
                 raise AssertionError("a program that chooses rows by data isn't exported")
@@ -226,7 +226,7 @@ class ValueTables:
 
     def dims(self, value: GraphInput) -> list[int | str]:
         match value.source:
-            case Whole(index):
+            case WholeArgument(index):
                 return self.arguments[index]
             case Given(_, _, lane) if not lane.dims:
                 return self.known(value.shape)
@@ -345,7 +345,7 @@ class ValueTables:
 def maker(source: AnySource) -> str:
     """Return the maker of an input: the request, a side graph, the cache, or the host."""
     match source:
-        case Whole():
+        case WholeArgument():
             return "request"
         case Given(origin) | Pairs(Given(origin)) | PairTable(Given(origin)):
             return "request" if origin == "step" else ORIGINS[origin]

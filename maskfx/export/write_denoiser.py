@@ -18,7 +18,7 @@ from maskfx.export.describe import describe
 from maskfx.export.formats.onnx import OnnxWriter
 from maskfx.export.formats.package import write_package, write_program
 from maskfx.export.graph_set import ENDINGS
-from maskfx.export.graphs import Graph, check_exportable, first_results, graphs_of, lowered
+from maskfx.export.graphs import ExportedGraph, check_exportable, first_results, graphs_of, lowered
 from maskfx.export.manifest import write_manifest
 from maskfx.export.options import BUILT, Options
 from maskfx.export.part_times import PartTimes
@@ -109,7 +109,7 @@ def not_compared(
 
 
 def write_graphs(
-    graphs: Mapping[str, Graph],
+    graphs: Mapping[str, ExportedGraph],
     paths: Mapping[str, Path],
     options: Options,
     times: PartTimes,
@@ -162,7 +162,7 @@ def reasons(denoiser: CompiledDenoiser) -> Sequence[str]:
 
 
 def check_room(
-    module: nn.Module, graphs: Mapping[str, Graph], folder: Path, options: Options
+    module: nn.Module, graphs: Mapping[str, ExportedGraph], folder: Path, options: Options
 ) -> None:
     """Raise InputError if the disk can't hold the weights."""
     held = sum(weight.nbytes for weight in weights_of(module).values())

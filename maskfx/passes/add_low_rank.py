@@ -33,7 +33,7 @@ def add_low_rank(graph: fx.Graph, interface: Interface, weights: Collection[str]
     Returns:
         The weights with other uses. All members of a batch must have one update of these.
     """
-    inputs = Inputs(graph, interface)
+    inputs = GraphInputs(graph, interface)
     derived = {item.name: item for item in interface.derived}
     whole: set[str] = set()
     for node in list(graph.nodes):
@@ -55,7 +55,7 @@ def add_low_rank(graph: fx.Graph, interface: Interface, weights: Collection[str]
     return whole
 
 
-def add_term(graph: fx.Graph, inputs: Inputs, node: fx.Node, product: Product) -> None:
+def add_term(graph: fx.Graph, inputs: GraphInputs, node: fx.Node, product: Product) -> None:
     weight, order = product.weight, product.order
     places = [
         inputs.find("_".join(("down", weight, *map(str, order))), Down(weight, order)),
@@ -70,7 +70,7 @@ def add_term(graph: fx.Graph, inputs: Inputs, node: fx.Node, product: Product) -
     term.meta = {key: value for key, value in node.meta.items() if key != "val"}
 
 
-class Inputs:
+class GraphInputs:
     """The inputs of a graph and its interface; new ones stand behind the others."""
 
     def __init__(self, graph: fx.Graph, interface: Interface) -> None:

@@ -115,7 +115,7 @@ def line_up(found: Scores, values: fx.Node, turned: bool) -> bool:
 
 
 @dataclass
-class Mask:
+class ScoreMask:
     """A mask over scores: what stands where it removes one, and whether it is True elsewhere."""
 
     node: fx.Node
@@ -142,7 +142,7 @@ class Scores:
     scale: float = 1.0
     factors: list[tuple[fx.Node, list[int]]] = field(default_factory=list)
     added: list[tuple[fx.Node, float, list[int]]] = field(default_factory=list)
-    masks: list[Mask] = field(default_factory=list)
+    masks: list[ScoreMask] = field(default_factory=list)
 
 
 def read(weights: fx.Node, axes: list[int]) -> Scores | None:
@@ -267,7 +267,7 @@ def masked(found: Scores) -> bool:
         return False
     if not alone(node) or not is_wide(value, node):
         return False
-    found.masks.append(Mask(mask, number, name == "where", found.axes))  # type: ignore[arg-type]
+    found.masks.append(ScoreMask(mask, number, name == "where", found.axes))  # type: ignore[arg-type]
     found.node = value  # type: ignore[assignment]
     return True
 

@@ -32,7 +32,7 @@ OVERLOADS = {name: getattr(aten, name).Tensor for name in ("mul", "div", "add", 
 
 
 @dataclass
-class Step:
+class ScoreStep:
     """An elementwise operator on scores: with a number, or with a value that all keys share."""
 
     name: str
@@ -45,7 +45,7 @@ class Step:
 
 
 @dataclass
-class Weights:
+class ScoreWeights:
     """What an attention multiplies values by, if it has no softmax.
 
     Args:
@@ -55,9 +55,9 @@ class Weights:
 
     query: fx.Node
     key: fx.Node
-    steps: list[Step]
+    steps: list[ScoreStep]
 
-    def cut(self) -> tuple[list[Step], list[Step], list[Step]] | None:
+    def cut(self) -> tuple[list[ScoreStep], list[ScoreStep], list[ScoreStep]] | None:
         """Return the steps before, between and after those that need each score; None if mixed.
 
         Those before are folded into queries and keys, those after are done with the sums.
@@ -148,7 +148,7 @@ def total(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
-def read(spell: Speller, weights: fx.Node, turned: bool) -> Weights | None:
+def read(spell: Speller, weights: fx.Node, turned: bool) -> ScoreWeights | None:
     """Follow weights back to the scores that they are made of; None if something else made them.
 
     `turned`: the keys come before the queries.
@@ -157,7 +157,7 @@ def read(spell: Speller, weights: fx.Node, turned: bool) -> Weights | None:
     axes = list(range(rank))
     if turned:
         axes[-2:] = axes[:-3:-1]
-    found, steps = Scores(weights, axes), list[Step]()
+    found, steps = Scores(weights, axes), list[ScoreStep]()
     while op_name(found.node) not in WRITTEN:
         if same_kind(found.node) and step_back(found, COPIES, shared=True):
             continue
@@ -169,7 +169,7 @@ def read(spell: Speller, weights: fx.Node, turned: bool) -> Weights | None:
     if op_name(node) == "baddbmm":
         if argument(node, 3, "beta", 1):
             return None
-        steps.insert(0, Step("mul", float(argument(node, 4, "alpha", 1))))
+        steps.insert(0, ScoreStep("mul", float(argument(node, 4, "alpha", 1))))
     sides = operands(node)
     if {q, k} != {rank - 2, rank - 1} or any(node_value(n).dim() != rank for n in sides):
         return None
@@ -183,7 +183,7 @@ def read(spell: Speller, weights: fx.Node, turned: bool) -> Weights | None:
     if k == rank - 2:
         left, right = right, left
     order = [*outer, rank - 2, rank - 1]
-    return Weights(spell.permute(left, order), spell.permute(right, order), steps)
+    return ScoreWeights(spell.permute(left, order), spell.permute(right, order), steps)
 
 
 def same_kind(node: fx.Node) -> bool:
@@ -195,7 +195,7 @@ def same_kind(node: fx.Node) -> bool:
     return not kinds and kind is not None and bool(kind.is_floating_point)
 
 
-def step_of(found: Scores) -> Step | None:
+def step_of(found: Scores) -> ScoreStep | None:
     """Return the elementwise step that made these values, and go on to what it was done with."""
     node, name = found.node, op_name(found.node)
     if not isinstance(node.meta.get("val"), torch.Tensor) or not same_kind(node):
@@ -210,14 +210,14 @@ def step_of(found: Scores) -> Step | None:
     if isinstance(other, fx.Node):
         step = shared_step(found, name, other)
     elif other is None or isinstance(other, int | float) and math.isfinite(other):
-        step = Step(name, None if other is None else float(other))
+        step = ScoreStep(name, None if other is None else float(other))
     else:
         return None
     found.node = value
     return step
 
 
-def shared_step(found: Scores, name: str, other: fx.Node) -> Step | None:
+def shared_step(found: Scores, name: str, other: fx.Node) -> ScoreStep | None:
     """Return a step with a value that is the same for all keys."""
     if name not in OVERLOADS:
         return None
@@ -226,16 +226,16 @@ def shared_step(found: Scores, name: str, other: fx.Node) -> Step | None:
         shape = padded(shape_hint(own), len(found.axes))
         if own.dim() > len(found.axes) or shape[found.axes[-1]] != 1:
             return None
-    return Step(name, value=other, axes=list(found.axes))
+    return ScoreStep(name, value=other, axes=list(found.axes))
 
 
-def shapes_fit(found: Weights, values: fx.Node) -> bool:
+def shapes_fit(found: ScoreWeights, values: fx.Node) -> bool:
     """Return True if keys and values have the same outer axes and the same type."""
     key, value = node_value(found.key), node_value(values)
     return key.dtype == value.dtype and shape_hint(key)[:-1] == shape_hint(value)[:-1]
 
 
-def spelled(spell: Speller, found: Weights, values: fx.Node) -> fx.Node | None:
+def spelled(spell: Speller, found: ScoreWeights, values: fx.Node) -> fx.Node | None:
     """Return the sums of the values, times their weights."""
     parts = found.cut()
     if parts is None or not shapes_fit(found, values):
@@ -256,7 +256,7 @@ def spelled(spell: Speller, found: Weights, values: fx.Node) -> fx.Node | None:
     return out
 
 
-def other_of(spell: Speller, step: Step) -> object:
+def other_of(spell: Speller, step: ScoreStep) -> Any:
     """Return what a step is done with, its axes those of the weights."""
     if step.value is None:
         return step.number
@@ -265,7 +265,9 @@ def other_of(spell: Speller, step: Step) -> object:
     return laid_out(spell, step.value, step.axes)
 
 
-def folded(spell: Speller, step: Step, query: fx.Node, key: fx.Node) -> tuple[fx.Node, fx.Node]:
+def folded(
+    spell: Speller, step: ScoreStep, query: fx.Node, key: fx.Node
+) -> tuple[fx.Node, fx.Node]:
     """Return queries and keys whose scores are these after a step.
 
     What is added is a further feature of the queries, for which all keys have a one.

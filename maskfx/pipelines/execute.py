@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class StepMember:
+class CallMember:
     """A member of a step: one call, or one sample of a call that lists several."""
 
     call: DenoiserCall
@@ -140,7 +140,7 @@ def run_group(
     calls: Sequence[DenoiserCall], finite: bool, executor: StepExecutor | None = None
 ) -> None:
     """Run calls of one denoiser, or of several that compute the same, as one step."""
-    members: list[list[StepMember]] = []
+    members: list[list[CallMember]] = []
     hidden = all(bars_disabled(call.run.pipe) for call in calls)
     modules = {call.denoiser.module for call in calls}
     with computing(modules), progress.hidden(hidden), switched_as_begun(calls):
@@ -168,12 +168,12 @@ def switched_as_begun(calls: Sequence[DenoiserCall]) -> Iterator[None]:
         yield
 
 
-def choose_steps(call: DenoiserCall) -> list[StepMember]:
+def choose_steps(call: DenoiserCall) -> list[CallMember]:
     """Return the steps that the run's handler chooses for a call."""
     members = []
     for part in call.parts():
         step = completed(call.run.handler.choose(part), part)
-        members.append(StepMember(call, part, step))
+        members.append(CallMember(call, part, step))
         call.whole += sites_of(step, call.run.active)[1]
         call.samples += batch_of(step.inputs)
         call.kind = kind_of(step)
@@ -186,7 +186,7 @@ def completed(step: AnyStep, part: CallPart) -> AnyStep:
     return step if part.late is None else with_late(step, part.late)
 
 
-def count_sites(members: Sequence[StepMember]) -> None:
+def count_sites(members: Sequence[CallMember]) -> None:
     """Set the number of sites that a call computes; it is known in full after its step."""
     call = members[0].call
     call.sites = sum(sites_of(member.step, call.run.active)[0] for member in members)
@@ -199,7 +199,7 @@ def count_sites(members: Sequence[StepMember]) -> None:
 
 def run_parts(
     denoiser: CompiledDenoiser,
-    members: Sequence[StepMember],
+    members: Sequence[CallMember],
     executor: StepExecutor | None = None,
 ) -> None:
     """Run one ragged step; if it fails, run its halves, down to the member that fails."""
@@ -234,7 +234,7 @@ def run_parts(
         members[0].error = alone
 
 
-def run_by_module(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> list[StepMember]:
+def run_by_module(denoiser: CompiledDenoiser, members: Sequence[CallMember]) -> list[CallMember]:
     """Run the dense members that the module itself should run; return the remaining members.
 
     On a CPU the module runs all of them: dense row sets take longer than the module's calls.
@@ -259,7 +259,7 @@ def run_by_module(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> 
     return left
 
 
-def run_measured(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[StepMember]:
+def run_measured(denoiser: CompiledDenoiser, dense: Sequence[CallMember]) -> list[CallMember]:
     """Run dense members in rows or by the module, whichever measured faster; return those left.
 
     Members whose step in rows failed are left.
@@ -294,7 +294,7 @@ def synchronize(denoiser: CompiledDenoiser) -> None:
         torch.cuda.synchronize(weights.device)
 
 
-def run_shared(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[StepMember]:
+def run_shared(denoiser: CompiledDenoiser, dense: Sequence[CallMember]) -> list[CallMember]:
     """Run dense members that can share a call of the module; return the others and those failed."""
     try:
         steps = [member.step for member in dense]
@@ -319,7 +319,7 @@ def run_shared(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[
     return alone
 
 
-def run_module(denoiser: CompiledDenoiser, member: StepMember) -> None:
+def run_module(denoiser: CompiledDenoiser, member: CallMember) -> None:
     try:
         member.result = denoiser.plain_step(member.step)
     except Exception as error:
@@ -331,7 +331,7 @@ def on_cpu(denoiser: CompiledDenoiser) -> bool:
     return weights is not None and weights.device.type == "cpu"
 
 
-def with_loads(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> list[AnyStep]:
+def with_loads(denoiser: CompiledDenoiser, members: Sequence[CallMember]) -> list[AnyStep]:
     """Return the members' steps with load plans, if there is a planner, and begin their loads.
 
     Then the loads of the next steps of runs that continue are begun.
@@ -355,13 +355,13 @@ def with_loads(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> lis
     return steps
 
 
-def run_in_full(denoiser: CompiledDenoiser, member: StepMember, why: InputError) -> None:
+def run_in_full(denoiser: CompiledDenoiser, member: CallMember, why: InputError) -> None:
     """Compute a call densely that can't be an edit; the result is correct without it."""
     member.call.run.note(f"{member.part.position.name}: computed in full: {why}")
     run_module(denoiser, member)
 
 
-def finish_call(members: Sequence[StepMember]) -> None:
+def finish_call(members: Sequence[CallMember]) -> None:
     """Set the result or the error of one call."""
     call = members[0].call
     count_sites(members)
@@ -376,13 +376,13 @@ def finish_call(members: Sequence[StepMember]) -> None:
         call.values, call.error = None, error  # discard a partial result
 
 
-def check_finite(members: Iterable[StepMember]) -> None:
+def check_finite(members: Iterable[CallMember]) -> None:
     """Set an error on each member whose result has non-finite numbers.
 
     Each tensor is checked by its sum, and all sums of a device are read at once, because a read
     blocks the host. Only if a sum isn't finite (it may overflow) are its tensor's numbers checked.
     """
-    groups: dict[torch.device, list[tuple[StepMember, Tensor, Tensor]]] = {}
+    groups: dict[torch.device, list[tuple[CallMember, Tensor, Tensor]]] = {}
     for member in members:
         for leaf in pytree.tree_leaves(member.result):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():

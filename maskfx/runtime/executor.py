@@ -22,7 +22,7 @@ from maskfx.runtime.batch.member import Member, in_batches
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.rolling import write_rows
 from maskfx.runtime.derived_weights import DerivedWeights
-from maskfx.runtime.graph_runs import Batch, GraphRuns
+from maskfx.runtime.graph_runs import GraphBatch, GraphRuns
 from maskfx.runtime.lora.stacks import StackCache
 from maskfx.runtime.side_graphs import SideMemo, run_side
 from maskfx.runtime.sites.active import ActiveSitesCache
@@ -126,7 +126,7 @@ class BatchExecutor:
         if split is not None:
             result = split(program, recording, frame, calls, members)
         if result is None:
-            result = self.graphs.run(Batch(program, recording, frame, members))
+            result = self.graphs.run(GraphBatch(program, recording, frame, members))
         outputs, emitted = result if recording else (result, ())
         if written:
             write_rows(frame.layout, written, emitted)

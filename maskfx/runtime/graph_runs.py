@@ -25,7 +25,7 @@ from maskfx.runtime.backends.graph_function import Fetch, Run
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.packed_keys import packed_inputs, with_packed
-from maskfx.runtime.cache.loader import LoadedRows, Loader
+from maskfx.runtime.cache.loader import Loader, StagedRows
 from maskfx.runtime.cpu_threads import settle
 from maskfx.runtime.fetch_ahead import FetchAhead
 from maskfx.runtime.lora.calls import adapted
@@ -43,7 +43,7 @@ GraphSource = Callable[[Program, bool], Run]
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class GraphBatch:
     """What a graph computes at once.
 
     Args:
@@ -100,12 +100,12 @@ class GraphRuns:
         self.source = source
         self.replays.stop("exported graphs run them")
 
-    def run(self, batch: Batch) -> Any:
+    def run(self, batch: GraphBatch) -> Any:
         """Run the graph of a batch and return what it returns."""
         with adapted([(1, batch.inside)]):
             return self._run(batch)
 
-    def _run(self, batch: Batch) -> object:
+    def _run(self, batch: GraphBatch) -> Any:
         if batch.frame.by_stretch:
             fetch = self._watched(self._timed(batch.frame.fetch(batch.members)))
             result = self.by_stretch.run(batch.program, batch.frame, batch.members, fetch)
@@ -154,7 +154,7 @@ class GraphRuns:
 
     # From a capture.
 
-    def _can_replay(self, batch: Batch, packed: frozenset[str]) -> bool:
+    def _can_replay(self, batch: GraphBatch, packed: frozenset[str]) -> bool:
         """Return True if a batch may run from a capture: nothing in it waits for an input."""
         if batch.recording or packed or self.watch is not None or batch.late:
             return False
@@ -162,7 +162,7 @@ class GraphRuns:
             return False
         return self.replays.replayed(batch.program, batch.frame.device)
 
-    def _all_here(self, batch: Batch) -> bool:
+    def _all_here(self, batch: GraphBatch) -> bool:
         """Return True if all cached rows that a batch reads are on its device, or nothing loads."""
         if self.loads.loader is None:
             return True
@@ -172,8 +172,8 @@ class GraphRuns:
         return not batch.frame.loaded_bytes(batch.members, batch.program.interface.inputs)
 
     def _replayed(
-        self, batch: Batch, packed: frozenset[str], loading: LoadedRows | None = None
-    ) -> object:
+        self, batch: GraphBatch, packed: frozenset[str], loading: StagedRows | None = None
+    ) -> Any:
         """Run a graph from a capture, with rows that are at hand; None if it isn't captured."""
         make = partial(self._runner, batch, packed, pieces=False)
         return self.replays.whole(batch.program, make, batch.frame, batch.members, loading)
@@ -181,8 +181,8 @@ class GraphRuns:
     # Otherwise.
 
     def _run_graph(
-        self, batch: Batch, packed: frozenset[str], loading: LoadedRows | None
-    ) -> object:
+        self, batch: GraphBatch, packed: frozenset[str], loading: StagedRows | None
+    ) -> Any:
         """Run a graph, with inputs fetched when it reads them."""
         frame, members = batch.frame, batch.members
         runner = self._runner(batch, packed)
@@ -216,7 +216,7 @@ class GraphRuns:
         if self.watch is not None:
             self.watch.stop()
 
-    def _packed(self, batch: Batch) -> frozenset[str]:
+    def _packed(self, batch: GraphBatch) -> frozenset[str]:
         """Return the inputs that kernels read as they are stored; a loader widens what it loads."""
         compiles = self.settings.inductor or self.source is not None
         if batch.recording or compiles or self.loads.loader or batch.inside is not None:
@@ -225,7 +225,7 @@ class GraphRuns:
             return frozenset()
         return packed_inputs(batch.frame, batch.members)
 
-    def _runner(self, batch: Batch, packed: frozenset[str], pieces: bool = True) -> Run:
+    def _runner(self, batch: GraphBatch, packed: frozenset[str], pieces: bool = True) -> Run:
         """Return the callable that runs a program; recordings are rare and run eagerly.
 
         One made for more late inputs than there are gives the same results, so that what happens
@@ -243,7 +243,7 @@ class GraphRuns:
         self.runners[key] = self._made(batch, packed, pieces)
         return self.runners[key]
 
-    def _uncompiled(self, batch: Batch) -> Run:
+    def _uncompiled(self, batch: GraphBatch) -> Run:
         """Return what runs a program operator by operator, with functions that are intercepted."""
         code, packed = f"{batch.program.code} uncompiled", frozenset[str]()
         key = (code, batch.recording, batch.late, packed, False)
@@ -252,7 +252,7 @@ class GraphRuns:
             self.runners[key] = Runner(sink_late(module, batch.late) if batch.late else module)
         return self.runners[key]
 
-    def _made(self, batch: Batch, packed: frozenset[str], pieces: bool) -> Run:
+    def _made(self, batch: GraphBatch, packed: frozenset[str], pieces: bool) -> Run:
         program, recording, late = batch.program, batch.recording, batch.late
         module = program.recording if recording else program.module
         if late:

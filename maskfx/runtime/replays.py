@@ -14,13 +14,13 @@ from maskfx.config import Settings
 from maskfx.ir.program import Program
 from maskfx.runtime.backends import cuda_graphs
 from maskfx.runtime.backends.graph_function import Run
-from maskfx.runtime.backends.whole_steps import Graph, WholeSteps
+from maskfx.runtime.backends.whole_steps import WholeGraph, WholeSteps
 from maskfx.runtime.batch.captured_inputs import BatchInputs
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.padding import PaddedFrame, can_pad
 from maskfx.runtime.batch.row_addresses import AddressBook
-from maskfx.runtime.cache.loader import LoadedRows
+from maskfx.runtime.cache.loader import StagedRows
 from maskfx.runtime.devices import free_share
 
 
@@ -72,14 +72,14 @@ class Replays:
         make: Callable[[], Run],
         frame: Frame,
         members: Sequence[Member],
-        loading: LoadedRows | None,
-    ) -> object:
+        loading: StagedRows | None,
+    ) -> Any:
         """Run the graph of a replayed program from a capture; return None if it isn't captured."""
         steps = self._steps_on(frame.device)
         if steps is None:
             return None
         step = BatchInputs(frame, members, self.book(program, frame.device), loading)
-        return steps.run(frame, Graph(program.code, make), step)
+        return steps.run(frame, WholeGraph(program.code, make), step)
 
     def note(self, program: Program, frame: Frame, members: Sequence[Member]) -> None:
         """Note that a batch runs otherwise now, so that its next step is captured."""

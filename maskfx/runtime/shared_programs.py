@@ -16,7 +16,7 @@ from functools import cache
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.artifact.artifact import Packed, UnreadableArtifact, pack, unpack
+from maskfx.compiler.artifact.artifact import PackedCompilation, UnreadableArtifact, pack, unpack
 from maskfx.compiler.artifact.graphs import weights_of
 from maskfx.compiler.artifact.key import module_key
 from maskfx.compiler.artifact.plain import Unsavable
@@ -34,7 +34,7 @@ class SharedProgram:
     number: int
     key: str
     spec: pytree.TreeSpec
-    packed: Packed
+    packed: PackedCompilation
 
 
 class SharedPrograms:
@@ -46,7 +46,7 @@ class SharedPrograms:
         self._made = 0
         self._lock = threading.Lock()
 
-    def put(self, key: str, spec: pytree.TreeSpec, packed: Packed) -> SharedProgram:
+    def put(self, key: str, spec: pytree.TreeSpec, packed: PackedCompilation) -> SharedProgram:
         with self._lock:
             self._made += 1
             made = SharedProgram(self._made, key, spec, packed)

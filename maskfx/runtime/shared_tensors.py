@@ -36,14 +36,14 @@ Referral = tuple[Any, ...]  # KNOWN, NEW or VIEW, a tensor's number, and what ma
 Gone: TypeAlias = "weakref.finalize[[Hashable], Tensor]"
 
 
-class Packed:
+class PackedMessage:
     """A message within a message; its parts are sent without a copy."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = list(parts)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type[Packed], tuple[object]]:
-        return Packed, ([pickle.PickleBuffer(part) for part in self.parts],)
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type[PackedMessage], tuple[object]]:
+        return PackedMessage, ([pickle.PickleBuffer(part) for part in self.parts],)
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +60,7 @@ class TensorSender:
         self._fresh: list[Tensor] = []  # numbered by the last message
         self._dropped: deque[Hashable] = deque()
 
-    def pack(self, value: object) -> Packed:
+    def pack(self, value: object) -> PackedMessage:
         """Return a value as a message, or raise Unsendable."""
         self._fresh.clear()
         try:
@@ -69,7 +69,7 @@ class TensorSender:
             self.undo()
             raise
 
-    def unpack(self, message: Packed) -> Any:
+    def unpack(self, message: PackedMessage) -> Any:
         """Return the value of an answer; tensors that the other end has numbered count as sent."""
         self._fresh.clear()
         return unpacked(message, self._received)
@@ -141,11 +141,11 @@ class TensorHolder:
         self.held: dict[Hashable, Tensor] = {}
         self._name, self._count = name, itertools.count()
 
-    def unpack(self, message: Packed) -> Any:
+    def unpack(self, message: PackedMessage) -> Any:
         """Return the value of a message, or raise Unsendable."""
         return unpacked(message, self._received)
 
-    def pack(self, value: object, kept: Collection[int] = ()) -> Packed:
+    def pack(self, value: object, kept: Collection[int] = ()) -> PackedMessage:
         """Return a value as a message; hold and number the tensors whose ids are in `kept`."""
 
         def reference(tensor: Tensor) -> Referral | None:
@@ -222,11 +222,11 @@ def is_plain(value: Tensor) -> bool:
     return not value.is_inference() and not value.is_quantized
 
 
-def packed(value: object, reference: Reference) -> Packed:
-    return Packed(pack(value, partial(ReferringPickler, reference)))
+def packed(value: object, reference: Reference) -> PackedMessage:
+    return PackedMessage(pack(value, partial(ReferringPickler, reference)))
 
 
-def unpacked(message: Packed, received: Callable[..., Tensor]) -> object:
+def unpacked(message: PackedMessage, received: Callable[..., Tensor]) -> Any:
     try:
         return ReferringUnpickler(message.parts, received).load()
     except Exception as error:

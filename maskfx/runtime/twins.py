@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from maskfx.compiler.adapted import (
-    Twin,
+    LowRankTwin,
     inner_weights,
     make_twin,
     originals,
@@ -50,7 +50,7 @@ class Twins:
         self.compiles = compiles
         self.made = 0
         self.dropped: list[str] = []  # codes of twins that were replaced
-        self._twins: dict[str, dict[frozenset[str], Twin]] = {}
+        self._twins: dict[str, dict[frozenset[str], LowRankTwin]] = {}
         self._originals: dict[str, dict[str, Tensor]] = {}
         self._named: LruCache[Hashable, NamedSet] = LruCache(NAMED)
         self._shared: LruCache[Hashable, bool] = LruCache(NAMED)
@@ -123,7 +123,7 @@ class Twins:
         self._joined.clear()
         self._base.clear()
 
-    def _changes_shared(self, twin: Twin, compilation: Compilation, own: NamedSet) -> bool:
+    def _changes_shared(self, twin: LowRankTwin, compilation: Compilation, own: NamedSet) -> bool:
         if own.inside is not None or not twin.whole.isdisjoint(own.layers):
             return True
 
@@ -134,11 +134,11 @@ class Twins:
 
         return self._shared.find((id(compilation), own.own.key), found)
 
-    def _of(self, program: Program, sets: Collection[NamedSet | None]) -> Twin:
+    def _of(self, program: Program, sets: Collection[NamedSet | None]) -> LowRankTwin:
         """Return a twin with terms on the layers that these sets change."""
         weights = frozenset(name for own in sets if own is not None for name in own.layers)
         if not weights:  # all of them are in side graphs
-            return Twin(program, weights, weights)
+            return LowRankTwin(program, weights, weights)
         known = self._twins.setdefault(program.code, {})
         if weights in known:
             return known[weights]

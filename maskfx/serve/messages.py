@@ -154,7 +154,7 @@ class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
         return sum(member.sites for member in self.members)
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class JobProgress(msgspec.Struct, frozen=True, tag="progress"):
     id: str
     attempt: int
     step: int  # number of finished steps
@@ -210,7 +210,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 ToWorker = Job | Cancel | Forget | Prefetch | Register | Unregister | Ping | Stop
-FromWorker = Ready | Alive | Logged | Stepped | Progress | JobSpan | PreviewSent | Done | Failed
+FromWorker = Ready | Alive | Logged | Stepped | JobProgress | JobSpan | PreviewSent | Done | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

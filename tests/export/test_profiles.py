@@ -7,10 +7,10 @@ import pytest
 
 from maskfx.errors import InputError
 from maskfx.export.host.dimensions import dimension_size
-from maskfx.export.host.layout import Layout
+from maskfx.export.host.layout import HostLayout
 from maskfx.export.host.sites import Sites
 from maskfx.export.host.tables import BatchTables
-from maskfx.export.profiles import Profile, Range, read_ranges
+from maskfx.export.profiles import Range, ShapeProfile, read_ranges
 from tests.export.hosted import manifest_of
 from tests.factories.masks import MASKS
 from tests.factories.zoo import ZOO
@@ -45,12 +45,12 @@ def drawn(draw: np.random.Generator, ends: str) -> int:
 def test_sizes_of_any_batch_lie_within_the_profile(name: str):
     case = ZOO[name]
     manifest = manifest_of(name, (), case.sizes[0], True)
-    layout = Layout.read(manifest)
+    layout = HostLayout.read(manifest)
     spatial = "y" in manifest["example"]
     sizes = {"y": "8:8:16", "x": "8:16:16"} if spatial else {"tokens": "16:24:64"}
     texts = ["requests=1:2:4", "rows=4:20:200", "text:0=3:7:9"]
     texts += [f"{role}={ends}" for role, ends in sizes.items()]
-    profile = Profile(manifest, read_ranges(texts))
+    profile = ShapeProfile(manifest, read_ranges(texts))
     names = [n for n, d in manifest["dimensions"].items() if d["kind"] in IN_BATCHES]
     ranges = {name: profile.of(name) for name in names}
     draw = np.random.default_rng(0)
@@ -74,7 +74,7 @@ def test_sizes_of_any_batch_lie_within_the_profile(name: str):
 
 def test_usual_sizes_are_those_of_the_usual_mask():
     manifest = manifest_of(FLUX, (), ZOO[FLUX].sizes[0], True)
-    profile = Profile(manifest, read_ranges(["rows=2:10:16", "requests=1:2:2", "tokens=16"]))
+    profile = ShapeProfile(manifest, read_ranges(["rows=2:10:16", "requests=1:2:2", "tokens=16"]))
     assert profile.of("rows_image") == Range(2, 10, 16)
     assert profile.of("rest_image") == Range(0, 22, 32)
     assert profile.of("requests") == Range(1, 2, 2)
@@ -86,9 +86,9 @@ def test_usual_sizes_are_those_of_the_usual_mask():
 def test_unknown_and_impossible_ranges_are_refused():
     manifest = manifest_of(FLUX, (), ZOO[FLUX].sizes[0], True)
     with pytest.raises(InputError, match="profile colour=1:1:1: choose one of rows, requests"):
-        Profile(manifest, read_ranges(["colour=1"]))
+        ShapeProfile(manifest, read_ranges(["colour=1"]))
     with pytest.raises(InputError, match=r"rows=1:2:999: 1 requests have 16 sites at most"):
-        Profile(manifest, read_ranges(["rows=1:2:999", "requests=1"]))
+        ShapeProfile(manifest, read_ranges(["rows=1:2:999", "requests=1"]))
     fixed = {**manifest, "sizes": {**manifest["sizes"], "text:0": 7}}
     with pytest.raises(InputError, match="the graphs compute text:0=7 only"):
-        Profile(fixed, read_ranges(["text:0=3:7:9"]))
+        ShapeProfile(fixed, read_ranges(["text:0=3:7:9"]))

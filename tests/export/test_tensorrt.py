@@ -13,7 +13,7 @@ import maskfx
 from maskfx.errors import CompileError, InputError, MissingRequest
 from maskfx.export.denoiser import ExportedDenoiser
 from maskfx.export.manifest import read_manifest
-from maskfx.export.profiles import Profile, read_ranges
+from maskfx.export.profiles import ShapeProfile, read_ranges
 from maskfx.export.tensorrt import build_engine, import_tensorrt
 from tests.export.tiny import arguments, tiny
 
@@ -76,7 +76,7 @@ def test_what_is_no_graph_is_refused_and_nothing_is_written(tmp_path: Path):
         "dimensions": {},
     }
     manifest |= {"levels": [], "segments": {}, "windows": {}}
-    profile = Profile(manifest, read_ranges(["rows=4"]))
+    profile = ShapeProfile(manifest, read_ranges(["rows=4"]))
     graph: dict[str, Any] = {"inputs": [], "outputs": []}
     with pytest.raises(CompileError, match=r"edit\.onnx has operators that TensorRT can't"):
         build_engine(tmp_path / "edit.onnx", graph, profile, tmp_path / "edit.engine")

@@ -15,7 +15,7 @@ import torch
 from maskfx.errors import InputError, MissingRequest
 from maskfx.export.denoiser import ExportedDenoiser
 from maskfx.export.exporter import export
-from maskfx.export.profiles import Profile, read_ranges
+from maskfx.export.profiles import ShapeProfile, read_ranges
 from maskfx.export.torch_tensorrt import import_torch_tensorrt, write_compiled
 from tests.export.hosted import manifest_of
 from tests.export.tiny import arguments as arguments_of_tiny
@@ -67,10 +67,10 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def arguments() -> tuple[Any, Profile]:
+def arguments() -> tuple[Any, ShapeProfile]:
     manifest = manifest_of(FLUX, (), ZOO[FLUX].sizes[0], True)
     ranges = read_ranges(["rows=2:10:16", "requests=1:2:2"])
-    return manifest["graphs"]["edit"], Profile(manifest, ranges)
+    return manifest["graphs"]["edit"], ShapeProfile(manifest, ranges)
 
 
 def test_a_graph_is_compiled_for_the_profile_and_saved(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Failed, Job, JobSpan, Progress, Stepped
+from maskfx.serve.messages import Failed, Job, JobProgress, JobSpan, Stepped
 from maskfx.serve.models.model import Made, PreviewMade
 from maskfx.serve.models.pipeline_model import PipelineModel
 from maskfx.serve.request import Mask, Pictures, Pixels, Request, RequestKind
@@ -88,7 +88,7 @@ class Told:
 
     def __init__(self) -> None:
         self.answers: queue.Queue[Made | Failed] = queue.Queue()
-        self.progress: list[Progress] = []
+        self.progress: list[JobProgress] = []
         self.previews: list[PreviewMade] = []
         self.steps: list[Stepped] = []
         self.spells: list[JobSpan] = []
@@ -96,7 +96,7 @@ class Told:
 
     def __call__(self, message: Any) -> None:
         kinds: dict[type, list[Any]] = {
-            Progress: self.progress,
+            JobProgress: self.progress,
             PreviewMade: self.previews,
             Stepped: self.steps,
             JobSpan: self.spells,

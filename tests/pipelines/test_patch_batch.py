@@ -9,7 +9,7 @@ import pytest
 
 import maskfx
 from maskfx.pipelines import execute
-from maskfx.pipelines.execute import StepMember, run_by_module
+from maskfx.pipelines.execute import CallMember, run_by_module
 from maskfx.runtime.dense_ways import TRIES, DenseWay, DenseWays
 from maskfx.runtime.steps import DenseStep
 from tests.passes.tools import error
@@ -18,11 +18,11 @@ from tests.runtime.backends.test_inductor import Stack, inputs
 SIZES = ((8, 8), (6, 10), (8, 8))
 
 
-def members() -> list[StepMember]:
+def members() -> list[CallMember]:
     """One per request, of two sizes."""
     steps = [DenseStep(inputs(1, *size)) for size in SIZES]
     found: list[Any] = [
-        StepMember(SimpleNamespace(run=object()), SimpleNamespace(), step)  # type: ignore[arg-type]
+        CallMember(SimpleNamespace(run=object()), SimpleNamespace(), step)  # type: ignore[arg-type]
         for step in steps
     ]
     return found

@@ -65,7 +65,7 @@ def test_constants_of_every_dtype_are_written() -> None:
 
 
 def test_constants_of_unknown_dtypes_are_named(tmp_path: Path) -> None:
-    packed = artifact.Packed("{}", "{}", {"0": torch.zeros(2, dtype=torch.complex32)})
+    packed = artifact.PackedCompilation("{}", "{}", {"0": torch.zeros(2, dtype=torch.complex32)})
     with (
         mock.patch.object(artifact, "pack", return_value=packed),
         pytest.raises(Unsavable, match="complex32"),

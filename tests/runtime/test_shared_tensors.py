@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskfx.runtime.shared_tensors import Packed, TensorHolder, TensorSender
+from maskfx.runtime.shared_tensors import PackedMessage, TensorHolder, TensorSender
 from maskfx.runtime.tensor_transport import Unsendable, pack, unpack
 
 LARGE = (64, 64)  # 16 KiB
 
 
-def crossed(message: Packed) -> Packed:
+def crossed(message: PackedMessage) -> PackedMessage:
     """A message as the other process receives it."""
-    found: Packed = unpack([bytearray(part) for part in pack(message)])
+    found: PackedMessage = unpack([bytearray(part) for part in pack(message)])
     return found
 
 

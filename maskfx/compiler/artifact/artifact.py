@@ -91,7 +91,7 @@ def save(
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedCompilation:
     """A compilation without its weights: JSON documents, and constants on the CPU by name.
 
     Args:
@@ -118,13 +118,15 @@ class Packed:
         return found.hexdigest()
 
 
-def pack(compilation: Compilation, weights: Mapping[str, Tensor], module: nn.Module) -> Packed:
+def pack(
+    compilation: Compilation, weights: Mapping[str, Tensor], module: nn.Module
+) -> PackedCompilation:
     """Return a compilation in the form that files hold; raise Unsavable if it has no such form."""
     tensors, captured = Tensors(weights, module), compilation.capture.module
     graph = None if captured is None else graph_document(captured, tensors, frozenset())
     document = compilation_document(compilation, tensors)
     held = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.constants.items()}
-    return Packed(as_text(document), as_text(graph), held)
+    return PackedCompilation(as_text(document), as_text(graph), held)
 
 
 def as_text(document: object) -> str:
@@ -247,14 +249,14 @@ def load(path: Path, weights: Mapping[str, Tensor], module: nn.Module) -> Compil
     if metadata.get("schema") != str(SCHEMA):
         seen = metadata.get("schema")
         raise UnreadableArtifact(f"{path.name} has schema {seen}, this version writes {SCHEMA}")
-    packed = Packed(metadata.get(NAME, ""), metadata.get(CAPTURED, ""), constants)
+    packed = PackedCompilation(metadata.get(NAME, ""), metadata.get(CAPTURED, ""), constants)
     if packed.hash() != metadata.get(HASH):
         raise UnreadableArtifact(f"{path.name} is damaged: its hash differs; remove it")
     return unpack(packed, weights, module, path.name)
 
 
 def unpack(
-    packed: Packed, weights: Mapping[str, Tensor], module: nn.Module, name: str
+    packed: PackedCompilation, weights: Mapping[str, Tensor], module: nn.Module, name: str
 ) -> Compilation:
     """Return a packed compilation for a module with these weights; `name` is its name in errors."""
     there = (w.device for w in weights.values() if not w.is_meta)

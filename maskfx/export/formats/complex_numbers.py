@@ -36,7 +36,7 @@ CASTS = {
 }
 CHECKS = {aten._assert_tensor_metadata.default}
 AXES = ("dim", "dim0", "dim1", "start_dim", "end_dim")
-Rule = Callable[["Pairs", fx.Node], None]
+Rule = Callable[["ComplexPairs", fx.Node], None]
 
 
 def spell_complex(program: ExportedProgram) -> None:
@@ -44,7 +44,7 @@ def spell_complex(program: ExportedProgram) -> None:
     nodes = list(program.graph.nodes)
     if not any(is_complex(node) for node in nodes):
         return
-    pairs = Pairs(program)
+    pairs = ComplexPairs(program)
     for node in nodes:
         pairs.spell(node)
     program.graph.lint()
@@ -57,7 +57,7 @@ def is_complex(node: fx.Node) -> bool:
     return any(isinstance(each, Tensor) and each.is_complex() for each in values)
 
 
-class Pairs:
+class ComplexPairs:
     """Rewrites the nodes of a graph in order.
 
     Attributes:

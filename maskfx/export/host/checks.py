@@ -9,7 +9,7 @@ import numpy as np
 from maskfx.errors import CacheError, InputError, MaskError
 from maskfx.export.host.arguments import Arguments
 from maskfx.export.host.arrays import Bools
-from maskfx.export.host.layout import Layout
+from maskfx.export.host.layout import HostLayout
 from maskfx.export.host.recording import Recording
 from maskfx.ir.json_values import Document
 
@@ -73,8 +73,8 @@ def allowed(mask: Bools, ever: Bools, always: Bools) -> bool:
 
 
 def check_regions(
-    manifest: Document,
-    layout: Layout,
+    manifest: Mapping[str, Any],
+    layout: HostLayout,
     mask: Bools,
     chosen: Mapping[int, Bools],
     recording: Recording,
@@ -115,7 +115,9 @@ def check_regions(
     return regions
 
 
-def read_taps(manifest: Document, layout: Layout, region: int) -> tuple[set[str], set[str]]:
+def read_taps(
+    manifest: Mapping[str, Any], layout: HostLayout, region: int
+) -> tuple[set[str], set[str]]:
     """Return the taps that a region loads to project no keys, and those to project all keys."""
     keys: set[str] = set()
     inputs: set[str] = set()
@@ -128,7 +130,7 @@ def read_taps(manifest: Document, layout: Layout, region: int) -> tuple[set[str]
     return keys, inputs
 
 
-def regions_of(layout: Layout, segments: list[str]) -> set[int]:
+def regions_of(layout: HostLayout, segments: list[str]) -> set[int]:
     """Return the regions whose sites these segments hold."""
     found = [layout.segments[name] for name in segments if layout.segments[name].is_image]
     return {s.region if s.kind == "tokens" else layout.levels[s.level].region for s in found}

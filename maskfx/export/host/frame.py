@@ -1,4 +1,4 @@
-"""Frame: makes the inputs of a graph for one batch of calls, from a manifest."""
+"""HostFrame: makes the inputs of a graph for one batch of calls, from a manifest."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from math import prod
 
 import numpy as np
 
-from maskfx.export.host.arrays import Array, DType, Index, converted, dtype_of
-from maskfx.export.host.layout import Lane
+from maskfx.export.host.arrays import Array, Index, converted, dtype_of
+from maskfx.export.host.layout import HostLane
 from maskfx.export.host.recording import Recording, rest_stats, rest_sum, rows_at
 from maskfx.export.host.rows import gathered
 from maskfx.export.host.sites import Sites
@@ -19,7 +19,7 @@ from maskfx.ir.json_values import Document
 
 
 @dataclass(frozen=True)
-class Member:
+class HostMember:
     """One call of a batch.
 
     Args:
@@ -36,7 +36,7 @@ class Member:
 
 
 @dataclass
-class Frame:
+class HostFrame:
     """Makes the inputs of the graphs of one batch.
 
     Args:
@@ -44,8 +44,8 @@ class Frame:
         members: the calls of the batch.
     """
 
-    manifest: Document
-    members: Sequence[Member]
+    manifest: Mapping[str, Any]
+    members: Sequence[HostMember]
     _stats: dict[tuple[tuple[str, ...], int], Array] = field(default_factory=dict)
 
     @cached_property
@@ -71,7 +71,7 @@ class Frame:
 
     def _given(self, source: Document, name: str) -> Array:
         values = self._values(source)
-        return gathered(values, Lane.read(source["lane"]), self.tables, name)
+        return gathered(values, HostLane.read(source["lane"]), self.tables, name)
 
     def _values(self, source: Document) -> list[Array]:
         return [np.asarray(m.given[source["of"]][source["index"]]) for m in self.members]
@@ -110,7 +110,7 @@ class Frame:
             self._stats[key] = np.concatenate(parts)
         return self._stats[key][:, alike.index(source["tap"])]
 
-    def _stats_of(self, member: Member, key: tuple[tuple[str, ...], int], norms: int) -> Array:
+    def _stats_of(self, member: HostMember, key: tuple[tuple[str, ...], int], norms: int) -> Array:
         (segments, groups), sites = key, member.sites
         rest = sum(map(sites.rest_count, segments))
         if member.recording is None or not rest:
@@ -189,8 +189,8 @@ def added(mask: Array, dtype: DType) -> Array:
     return converted(mask, dtype)
 
 
-MAKERS: dict[str, Callable[[Frame, Document, str], Array]] = {
-    "given": Frame._given,
+MAKERS: dict[str, Callable[[HostFrame, Source, str], Array]] = {
+    "given": HostFrame._given,
     "owner": lambda frame, source, _: frame.tables.owners(source["segments"]),
     "rest_owner": lambda frame, source, _: frame.tables.rest_owners(source["segments"]),
     "requests": lambda frame, source, _: np.arange(frame.tables.requests),
@@ -201,10 +201,10 @@ MAKERS: dict[str, Callable[[Frame, Document, str], Array]] = {
     "parents": lambda frame, s, _: frame.tables.parents(s["source"], s["target"]),
     "subsites": lambda frame, s, _: frame.tables.subsites(s["coarse"], s["fine"], s["patch"]),
     "enter": lambda frame, s, _: frame.tables.enter(s["before"], s["after"]),
-    "halo": Frame._halo,
-    "rest": Frame._rest,
-    "loaded": Frame._loaded,
-    "rest_stats": Frame._rest_stats,
-    "rest_sum": Frame._rest_sum,
-    "pairs": Frame._pairs,
+    "halo": HostFrame._halo,
+    "rest": HostFrame._rest,
+    "loaded": HostFrame._loaded,
+    "rest_stats": HostFrame._rest_stats,
+    "rest_sum": HostFrame._rest_sum,
+    "pairs": HostFrame._pairs,
 }

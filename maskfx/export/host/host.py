@@ -19,8 +19,8 @@ from maskfx.export.host.arguments import Arguments, check_arguments
 from maskfx.export.host.arrays import Array, Bools
 from maskfx.export.host.checks import check_edit, check_regions
 from maskfx.export.host.dimensions import dimension_size
-from maskfx.export.host.frame import Frame, Member
-from maskfx.export.host.layout import Lane, Layout
+from maskfx.export.host.frame import HostFrame, HostMember
+from maskfx.export.host.layout import HostLane, HostLayout
 from maskfx.export.host.recording import Recording, keep
 from maskfx.export.host.rows import own_parts, own_rows, placed
 from maskfx.export.host.sites import Sites
@@ -76,7 +76,7 @@ class Host:
 
     def __init__(self, manifest: Mapping[str, object]) -> None:
         self.manifest = check(manifest)
-        self.layout = Layout.read(manifest)
+        self.layout = HostLayout.read(manifest)
 
     @staticmethod
     def read(directory: str | Path) -> Host:
@@ -120,7 +120,7 @@ class Host:
         self, calls: Sequence[Edit | Record], checked: Sequence[Arguments], run: Run
     ) -> list[Result]:
         members = [self._member(call, a, run) for call, a in zip(calls, checked, strict=True)]
-        frame = Frame(self.manifest, members)
+        frame = HostFrame(self.manifest, members)
         name = "record" if any(isinstance(call, Record) for call in calls) else "edit"
         graph = self._graph(name)
         values = run(name, frame.inputs(name))
@@ -138,7 +138,9 @@ class Host:
             for n, call in enumerate(calls)
         ]
 
-    def _checked(self, graph: str, described: Document, value: object, frame: Frame) -> Array:
+    def _checked(
+        self, graph: str, described: Mapping[str, Any], value: object, frame: HostFrame
+    ) -> Array:
         """Return a graph's output; raise InputError if its shape isn't that of this batch."""
         found, table = np.asarray(value), self.manifest["dimensions"]
         wanted = [
@@ -152,7 +154,7 @@ class Host:
             )
         return found
 
-    def _member(self, call: Edit | Record, arguments: Arguments, run: Run) -> Member:
+    def _member(self, call: Edit | Record, arguments: Arguments, run: Run) -> HostMember:
         request = call.request
         if request is None:
             request = self._side("side_request", arguments, run)
@@ -163,16 +165,16 @@ class Host:
         }
         batch = arguments.sizes["batch"]
         if not isinstance(call, Edit):
-            return Member(Sites(self.layout, arguments.sizes, None), batch, given)
+            return HostMember(Sites(self.layout, arguments.sizes, None), batch, given)
         regions = check_regions(self.manifest, self.layout, call.mask, call.regions, call.recording)
         if call.mask.all() and all(sites.all() for sites in regions.values()):
-            return Member(Sites(self.layout, arguments.sizes, None), batch, given)
+            return HostMember(Sites(self.layout, arguments.sizes, None), batch, given)
         sites = Sites(self.layout, arguments.sizes, call.mask, regions)
-        return Member(sites, batch, given, call.recording)
+        return HostMember(sites, batch, given, call.recording)
 
     def _result(
         self,
-        frame: Frame,
+        frame: HostFrame,
         number: int,
         records: bool,
         outputs: Mapping[str, tuple[Document, Array]],
@@ -190,7 +192,7 @@ class Host:
                 images = [p for name, p in pairs if self.layout.segments[name].is_image]
                 emitted[described["tap"]] = np.concatenate(images, 1)
                 continue
-            lane = Lane.read(described["lane"])
+            lane = HostLane.read(described["lane"])
             own = own_rows(value, lane, frame.tables, number)
             if lane.kind == "rows":
                 kept = member.recording
@@ -234,7 +236,7 @@ class Host:
             run(name, self._whole(graph, self._group(arguments.values, start, fixed)))
             for start in range(0, batch, fixed)
         ]
-        lanes = [Lane.read(output["lane"] or []) for output in graph["outputs"]]
+        lanes = [HostLane.read(output["lane"] or []) for output in graph["outputs"]]
         return [joined(parts, lane, batch) for lane, *parts in zip(lanes, *runs, strict=True)]
 
     def _whole(self, graph: Document, values: Sequence[object]) -> dict[str, Array]:
@@ -265,7 +267,7 @@ def unedited(call: Edit) -> Result:
     return Result([np.array(value) for value in call.recording.output])
 
 
-def joined(parts: Sequence[Array], lane: Lane, batch: int) -> Array:
+def joined(parts: Sequence[Array], lane: HostLane, batch: int) -> Array:
     """Concatenate results of several runs along the batch, without the last run's surplus."""
     if not any(axis.kind == "batch" for axis in lane.axes):
         return parts[0]

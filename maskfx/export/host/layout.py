@@ -15,7 +15,7 @@ Size = tuple[int, int]  # height and width
 
 
 @dataclass(frozen=True)
-class Level:
+class HostLevel:
     """One level of the picture: its size follows from that of its parent.
 
     With a region, a level has its parent's sites, of which others may be active. With a roll, it
@@ -42,7 +42,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Window:
+class HostWindow:
     """How the sites of the target level read those of the source level."""
 
     source: int
@@ -108,14 +108,14 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Lane:
+class HostLane:
     """The axes of each dimension of a full value."""
 
     dims: tuple[tuple[Axis, ...], ...]
 
     @staticmethod
-    def read(document: Sequence[Sequence[Document]]) -> Lane:
-        return Lane(tuple(tuple(Axis(**tupled(axis)) for axis in dim) for dim in document))
+    def read(document: Sequence[Sequence[Mapping[str, Any]]]) -> HostLane:
+        return HostLane(tuple(tuple(Axis(**tupled(axis)) for axis in dim) for dim in document))
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
@@ -155,19 +155,19 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Layout:
+class HostLayout:
     """The levels, segments and windows of a denoiser."""
 
-    levels: tuple[Level, ...]
+    levels: tuple[HostLevel, ...]
     segments: dict[str, Segment]
-    windows: dict[str, Window]
+    windows: dict[str, HostWindow]
 
     @staticmethod
-    def read(manifest: Document) -> Layout:
-        return Layout(
-            tuple(Level(**tupled(level)) for level in manifest["levels"]),
+    def read(manifest: Mapping[str, Any]) -> HostLayout:
+        return HostLayout(
+            tuple(HostLevel(**tupled(level)) for level in manifest["levels"]),
             {name: Segment(**segment) for name, segment in manifest["segments"].items()},
-            {name: Window(**tupled(window)) for name, window in manifest["windows"].items()},
+            {name: HostWindow(**tupled(window)) for name, window in manifest["windows"].items()},
         )
 
     def images(self, segments: Sequence[str]) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ StatsKey = tuple[tuple[str, ...], int]  # segments, groups
 
 
 @dataclass(frozen=True)
-class Packed:
+class HostPacked:
     """Rows in fewer bits: (batch, sites, features), or half the features if two share a byte."""
 
     stored: Array
@@ -54,7 +54,7 @@ class Packed:
 class Subset:
     """Rows of some sites."""
 
-    rows: Array | Packed
+    rows: Array | HostPacked
     kept: Index  # sorted sites
 
 
@@ -74,7 +74,7 @@ class Interpolated:
         return converted(between, first.dtype)
 
 
-Rows = Array | Packed | Subset | Interpolated
+Rows = Array | HostPacked | Subset | Interpolated
 
 
 def rows_at(rows: Rows, index: Index, some: bool = False) -> Array:
@@ -96,7 +96,7 @@ def rows_at(rows: Rows, index: Index, some: bool = False) -> Array:
                 "step again, with Masks that allow this mask"
             )
         return rows_at(rows.rows, places[here])
-    return rows.at(index) if isinstance(rows, Packed) else rows[:, index]
+    return rows.at(index) if isinstance(rows, HostPacked) else rows[:, index]
 
 
 def all_rows(rows: Rows) -> Array:
@@ -108,11 +108,11 @@ def all_rows(rows: Rows) -> Array:
             f"an edit reads the rows of all sites, but only those of {len(rows.kept)} were kept; "
             "record the step again"
         )
-    return rows.at(np.arange(rows.sites)) if isinstance(rows, Packed) else rows
+    return rows.at(np.arange(rows.sites)) if isinstance(rows, HostPacked) else rows
 
 
 @dataclass(frozen=True)
-class SiteStats:
+class HostSiteStats:
     """Statistics per site and group of all norms over one row set.
 
     A site's mean is kept as its offset from the group's mean over all sites, `centre`, so that the
@@ -124,14 +124,14 @@ class SiteStats:
     centre: Array  # (batch, norms, groups)
     size: Array  # (norms, 1): channels of a group
 
-    def towards(self, other: SiteStats, weight: float) -> SiteStats:
+    def towards(self, other: HostSiteStats, weight: float) -> HostSiteStats:
         """Interpolate linearly between these statistics and another step's."""
         values = Interpolated(self.values, other.values, weight)
         total, centre = (
             a * (1 - weight) + b * weight
             for a, b in ((self.total, other.total), (self.centre, other.centre))
         )
-        return SiteStats(values, total, centre.astype(self.centre.dtype), self.size)
+        return HostSiteStats(values, total, centre.astype(self.centre.dtype), self.size)
 
 
 @dataclass
@@ -157,8 +157,8 @@ class Recording:
     step: dict[str, Array]
     weights: str = ""
     rows: dict[str, Rows] = field(default_factory=dict)
-    stats: dict[StatsKey, SiteStats] = field(default_factory=dict)
-    constants: list[object] = field(default_factory=list)
+    stats: dict[StatsKey, HostSiteStats] = field(default_factory=dict)
+    constants: list[Any] = field(default_factory=list)
     masks: tuple[Bools, Bools] | None = None
 
     def served_by(self, first: Recording, second: Recording, weight: float) -> Recording:
@@ -182,7 +182,7 @@ class Recording:
         return self.rows[tap]
 
 
-def site_stats(norms: Sequence[Array], groups: int) -> SiteStats:
+def site_stats(norms: Sequence[Array], groups: int) -> HostSiteStats:
     """Return the statistics of the (batch, sites, channels) rows of each norm."""
     offsets, spreads, centres, sizes = [], [], [], []
     for rows in norms:
@@ -196,7 +196,7 @@ def site_stats(norms: Sequence[Array], groups: int) -> SiteStats:
         sizes.append([channels // groups])
     values = np.concatenate([*offsets, *spreads], 2)
     total = values.sum(1, dtype=np.float64)
-    return SiteStats(values, total, np.stack(centres, 1), np.array(sizes))
+    return HostSiteStats(values, total, np.stack(centres, 1), np.array(sizes))
 
 
 def keep(recording: Recording, taps: Mapping[str, Document], emitted: Mapping[str, Array]) -> None:
@@ -221,7 +221,7 @@ def keep(recording: Recording, taps: Mapping[str, Document], emitted: Mapping[st
 # What an edit reads of the rest, the inactive sites.
 
 
-def rest_stats(stats: SiteStats, active: Index, rest: int) -> Array:
+def rest_stats(stats: HostSiteStats, active: Index, rest: int) -> Array:
     """Return (batch, norms, groups, 3): count, mean and sum of squared deviations of the rest.
 
     Args:

@@ -10,7 +10,7 @@ import numpy as np
 
 from maskfx.errors import InputError
 from maskfx.export.host.arrays import Array, converted
-from maskfx.export.host.layout import SITE_AXES, Axis, Lane
+from maskfx.export.host.layout import SITE_AXES, Axis, HostLane
 from maskfx.export.host.sites import Sites
 from maskfx.export.host.tables import BatchTables
 
@@ -29,7 +29,7 @@ def axis_size(axis: Axis, sites: Sites, batch: int = 1) -> int:
     return sum(map(sites.count, axis.segments))
 
 
-def full_shape(lane: Lane, sites: Sites, batch: int) -> tuple[int, ...]:
+def full_shape(lane: HostLane, sites: Sites, batch: int) -> tuple[int, ...]:
     """Return the shape of a full value of a call."""
     return tuple(prod(axis_size(axis, sites, batch) for axis in dim) for dim in lane.dims)
 
@@ -37,7 +37,7 @@ def full_shape(lane: Lane, sites: Sites, batch: int) -> tuple[int, ...]:
 # Full values to rows.
 
 
-def by_site(value: Array, lane: Lane, sites: Sites) -> Array:
+def by_site(value: Array, lane: HostLane, sites: Sites) -> Array:
     """Return a full value as (batch, sites, features...)."""
     value = value.reshape([1] * (len(lane.dims) - value.ndim) + list(value.shape))
     known = [prod(size_given(a, sites) for a in dim if a.kind != "batch") for dim in lane.dims]
@@ -55,7 +55,7 @@ def size_given(axis: Axis, sites: Sites) -> int:
     return 1 if axis.spread else axis_size(axis, sites)
 
 
-def order_of(lane: Lane) -> list[int]:
+def order_of(lane: HostLane) -> list[int]:
     """Return the axes of a lane with the batch first, then the sites, then the features."""
     numbers = range(len(lane.axes))
     batch = [i for i in numbers if lane.axes[i].kind == "batch"]
@@ -64,12 +64,12 @@ def order_of(lane: Lane) -> list[int]:
     return [*batch, *places, *features]
 
 
-def rank(lane: Lane, axis: int) -> int:
+def rank(lane: HostLane, axis: int) -> int:
     """Return the place of an axis of sites in the order in which sites count."""
     return SITE_AXES.index(lane.axes[axis].kind)
 
 
-def active_parts(value: Array, lane: Lane, sites: Sites) -> list[Array]:
+def active_parts(value: Array, lane: HostLane, sites: Sites) -> list[Array]:
     """Return, for each segment, the (batch, active, features...) rows of a full value."""
     rows, out, base = by_site(value, lane, sites), [], 0
     for name in lane.segments:
@@ -79,7 +79,7 @@ def active_parts(value: Array, lane: Lane, sites: Sites) -> list[Array]:
     return out
 
 
-def gathered(values: Sequence[Array], lane: Lane, tables: BatchTables, name: str) -> Array:
+def gathered(values: Sequence[Array], lane: HostLane, tables: BatchTables, name: str) -> Array:
     """Return the calls' full values as rows, as one entry for each request, or as one for all.
 
     Args:
@@ -108,7 +108,7 @@ def gathered(values: Sequence[Array], lane: Lane, tables: BatchTables, name: str
     return np.concatenate([part for own in pieces for part in own])
 
 
-def one_each(value: Array, lane: Lane, batch: int) -> Array:
+def one_each(value: Array, lane: HostLane, batch: int) -> Array:
     """Return a value without sites with an entry for each of a call's requests."""
     value = value.reshape([1] * (len(lane.dims) - value.ndim) + list(value.shape))
     if value.shape[lane.batch_dim] % batch == 0:
@@ -121,7 +121,7 @@ def one_each(value: Array, lane: Lane, batch: int) -> Array:
 # Rows to full values.
 
 
-def placed(rows: Array, lane: Lane, sites: Sites, recorded: Array | None) -> Array:
+def placed(rows: Array, lane: HostLane, sites: Sites, recorded: Array | None) -> Array:
     """Return the recorded full value with (batch, active, features...) rows at the active sites."""
     batch = rows.shape[0]
     sizes = [axis_size(axis, sites, batch) for axis in lane.axes]
@@ -140,7 +140,7 @@ def placed(rows: Array, lane: Lane, sites: Sites, recorded: Array | None) -> Arr
     return full.reshape(full_shape(lane, sites, batch))
 
 
-def own_rows(rows: Array, lane: Lane, tables: BatchTables, call: int) -> Array:
+def own_rows(rows: Array, lane: HostLane, tables: BatchTables, call: int) -> Array:
     """Return a call's part of a graph's result: (batch, active, ...) rows, or an entry for each."""
     first = sum(tables.batches[:call])
     batch = tables.batches[call]

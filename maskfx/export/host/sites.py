@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from maskfx.export.host.arrays import Bools, Index
-from maskfx.export.host.layout import Layout, Size
+from maskfx.export.host.layout import HostLayout, Size
 from maskfx.ir.grids import Floats, full_window, mask_at, window_weights
 
 Place = tuple[int | None, int]  # a level (None: packed tokens), and a region
@@ -28,7 +28,7 @@ class Sites:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: HostLayout,
         sizes: Mapping[str, int],
         mask: Bools | None,
         regions: Mapping[int, Bools] | None = None,

@@ -18,8 +18,14 @@ import numpy as np
 
 from maskfx.errors import CacheError
 from maskfx.export.host.arrays import Array, dtype_of
-from maskfx.export.host.recording import Packed, Recording, Rows, SiteStats, Subset, all_rows
-from maskfx.ir.json_values import Document
+from maskfx.export.host.recording import (
+    HostPacked,
+    HostSiteStats,
+    Recording,
+    Rows,
+    Subset,
+    all_rows,
+)
 
 MAGIC, VERSION = b"maskfx\r\n", 1
 HEADER = struct.Struct("<8sI32sQ16s")  # magic, version, key digest, length, XXH3-128
@@ -106,7 +112,7 @@ def read_step(path: str | Path, xxh3_128: Callable[[bytes], bytes] | None = None
 def decode_step(payload: bytes) -> Recording:
     """Return the recorded step of a payload."""
     try:
-        return _Reader(payload).recording()
+        return _HostReader(payload).recording()
     except CacheError:
         raise
     except Exception as error:  # foreign bytes may fail in any way
@@ -116,7 +122,7 @@ def decode_step(payload: bytes) -> Recording:
         ) from error
 
 
-class _Reader:
+class _HostReader:
     """Reads tensors of a safetensors file by their numbers, as views of its bytes."""
 
     def __init__(self, payload: bytes) -> None:
@@ -145,23 +151,23 @@ class _Reader:
             (masks[0], masks[1]) if masks else None,
         )
 
-    def stats(self, ref: Document) -> SiteStats:
+    def stats(self, ref: Mapping[str, Any]) -> HostSiteStats:
         total, centre, size = (self.tensor(ref[part]) for part in ("total", "centre", "size"))
-        return SiteStats(self.rows(ref["values"]), total, centre, size)
+        return HostSiteStats(self.rows(ref["values"]), total, centre, size)
 
     def rows(self, ref: Document) -> Rows:
         """Return rows in the form in which they were written."""
         rows = self._rows(ref)
         return Subset(rows, self.tensor(ref["sites"])) if "sites" in ref else rows
 
-    def _rows(self, ref: Document) -> Array | Packed:
+    def _rows(self, ref: Mapping[str, Any]) -> Array | HostPacked:
         shape, dtype, stored = ref["shape"], dtype_of(ref["dtype"]), self.raw(ref["at"])
         if ref["format"] == "keep":
             return stored.view(dtype).reshape(shape)
         halves = ref["format"] == "int4"
         scale = self.raw(ref["at"] + ".scale") if ref["format"] in ("int8", "int4") else None
         width = prod(shape[2:]) // (2 if halves else 1)
-        return Packed(stored.reshape(*shape[:2], width), scale, tuple(shape[2:]), dtype, halves)
+        return HostPacked(stored.reshape(*shape[:2], width), scale, tuple(shape[2:]), dtype, halves)
 
     def tensor(self, ref: Document) -> Array:
         """Return a tensor that isn't rows, in full."""

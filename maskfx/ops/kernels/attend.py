@@ -192,7 +192,7 @@ def attend_kernel(
 
 
 @dataclass(frozen=True)
-class Rest:
+class CachedOperand:
     """Cached rows of keys or values: (rows, heads, depth), or packed rows and their scales."""
 
     rows: Tensor
@@ -220,8 +220,8 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rest_k: Rest,
-    rest_v: Rest,
+    rest_k: CachedOperand,
+    rest_v: CachedOperand,
     q_spans: Tensor,
     k_spans: Tensor,
     rest_spans: Tensor,
@@ -230,11 +230,11 @@ def attend(
     pairwise: bool,
     scale: float | None,
 ) -> Tensor:
-    """Run the kernel; the arguments are those of `maskfx::attend`, with cached rows as `Rest`."""
+    """Run the kernel; the arguments are those of `maskfx::attend`, the cached rows as objects."""
     spans = tuple(map(spans_of, (q_spans, k_spans, rest_spans)))
     q, k, v = (value.contiguous() for value in (q, k, v))
     rest_k, rest_v = (
-        Rest(r.rows.contiguous(), None if r.scales is None else r.scales.contiguous())
+        CachedOperand(r.rows.contiguous(), None if r.scales is None else r.scales.contiguous())
         for r in (rest_k, rest_v)
     )
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
@@ -256,8 +256,8 @@ class AttendCall:
     q: Tensor
     k: Tensor
     v: Tensor
-    rest_k: Rest
-    rest_v: Rest
+    rest_k: CachedOperand
+    rest_v: CachedOperand
     spans: tuple[Spans, ...]
     masked: tuple[Tensor, int, bool] | None
     scale: float | None
@@ -316,4 +316,4 @@ class AttendCall:
         )
 
 
-__all__ = ["Rest", "attend"]
+__all__ = ["CachedOperand", "attend"]

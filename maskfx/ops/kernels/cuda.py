@@ -195,10 +195,19 @@ def attend(
         return varlen.attend(q, k, v, rest_k, rest_v, *spans, scale)
 
     def kernel() -> Tensor:
-        from maskfx.ops.kernels.attend import Rest, attend
+        from maskfx.ops.kernels.attend import CachedOperand, attend
 
         return attend(
-            q, k, v, Rest(rest_k), Rest(rest_v), *spans, bias, bias_heads, pairwise, scale
+            q,
+            k,
+            v,
+            CachedOperand(rest_k),
+            CachedOperand(rest_v),
+            *spans,
+            bias,
+            bias_heads,
+            pairwise,
+            scale,
         )
 
     ways: list[Callable[[], Tensor]] = []
@@ -239,9 +248,9 @@ def attend_packed(
     args = (q, k, v, rest_k, rest_k_scale, rest_v, rest_v_scale, *layout)
 
     def kernel() -> Tensor:
-        from maskfx.ops.kernels.attend import Rest, attend
+        from maskfx.ops.kernels.attend import CachedOperand, attend
 
-        keys, values = Rest(rest_k, rest_k_scale), Rest(rest_v, rest_v_scale)
+        keys, values = CachedOperand(rest_k, rest_k_scale), CachedOperand(rest_v, rest_v_scale)
         return attend(q, k, v, keys, values, *layout)
 
     can = serves(q, k, v) and max(q.shape[2], v.shape[2]) <= varlen.DEEPEST

@@ -42,7 +42,7 @@ class Memory(Protocol[Step]):
         ...
 
 
-class Inputs(Protocol):
+class StepInputs(Protocol):
     """The inputs of a step."""
 
     @property
@@ -65,7 +65,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Graph:
+class WholeGraph:
     """A graph that may be captured.
 
     Args:
@@ -118,7 +118,7 @@ class WholeSteps:
         self._kept: LruCache[Key, CapturedStep[object]] = LruCache(KEPT)
         self._lock = threading.Lock()
 
-    def run(self, layout: object, graph: Graph, step: Inputs) -> list[Tensor] | None:
+    def run(self, layout: object, graph: WholeGraph, step: StepInputs) -> list[Tensor] | None:
         """Run a graph; return None if its layout is new or its step can't be captured.
 
         Args:
@@ -138,7 +138,7 @@ class WholeSteps:
                 return None
             return self._capture(key, graph, step, layout)
 
-    def note(self, layout: object, graph: Hashable, step: Inputs) -> None:
+    def note(self, layout: object, graph: Hashable, step: StepInputs) -> None:
         """Note that a layout runs otherwise now, so that its next step is captured."""
         key = Key(id(layout), graph, step.form, current_stream())
         with self._lock:
@@ -153,7 +153,9 @@ class WholeSteps:
         self._kept.clear()
         self._seen.clear()
 
-    def _capture(self, key: Key, graph: Graph, step: Inputs, layout: object) -> list[Tensor] | None:
+    def _capture(
+        self, key: Key, graph: WholeGraph, step: StepInputs, layout: object
+    ) -> list[Tensor] | None:
         why: object = None
         if not self._has_room():
             why = f"less than {LEAST_FREE:.0%} of the device's memory is free"
@@ -187,7 +189,7 @@ class WholeSteps:
         shared = (kept.pool for key, kept in self._kept.items() if key.stream == stream)
         return next(shared, None) or self.recorder.pool()
 
-    def _captured(self, graph: Graph, step: Inputs, pool: object) -> CapturedStep[object]:
+    def _captured(self, graph: WholeGraph, step: StepInputs, pool: Any) -> CapturedStep[Any]:
         run, memory = graph.make(), step.memory()
         with holding() as held:
             results, replay = self.recorder.capture(lambda: list(run(memory.fetch())), pool)

@@ -24,7 +24,7 @@ from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.recorded import by_norm, rest_stats
 from maskfx.runtime.batch.row_addresses import STATS, AddressBook, RowAddresses
-from maskfx.runtime.cache.loader import LoadedRows
+from maskfx.runtime.cache.loader import StagedRows
 from maskfx.runtime.cache.rolling import StatsKey
 
 Value = tuple[str, int, int]  # where an argument is from: its origin, its index, the member
@@ -44,7 +44,7 @@ class BatchInputs:
     frame: Frame
     members: Sequence[Member]
     book: AddressBook
-    loading: LoadedRows | None = None
+    loading: StagedRows | None = None
 
     @cached_property
     def addresses(self) -> list[RowAddresses | None]:

@@ -45,7 +45,7 @@ from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.pair_masks import pair_masks, pair_table
 from maskfx.runtime.batch.recorded import RecordedRows
 from maskfx.runtime.batch.rows import pick_rows, picked_bytes, take_rows
-from maskfx.runtime.cache.loader import LoadedRows, LoadJob
+from maskfx.runtime.cache.loader import LoadJob, StagedRows
 from maskfx.runtime.cache.rows import (
     InterpolatedRows,
     Rows,
@@ -97,7 +97,7 @@ class Frame:
         self.recorded = RecordedRows(self.interface, self.layout, self.device, self.tables)
 
     def fetch(
-        self, members: Sequence[Member], loading: LoadedRows | None = None
+        self, members: Sequence[Member], loading: StagedRows | None = None
     ) -> Callable[[str], Tensor]:
         """Return a function that gives an input by its name, for one step of these members."""
         self.recorded.begin_step()

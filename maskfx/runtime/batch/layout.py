@@ -34,7 +34,7 @@ from maskfx.ir.sources import (
     Weights,
 )
 from maskfx.runtime.batch.lines import line_table
-from maskfx.runtime.cache.places import Places
+from maskfx.runtime.cache.places import RowPlaces
 from maskfx.runtime.sites.active import ActiveSites
 
 PLACES = 4  # members and places of their rows in buffers for which tables are kept
@@ -51,7 +51,7 @@ class Layout:
 
     sites: tuple[ActiveSites, ...]
     batches: tuple[int, ...]
-    places: LruCache[object, Places] = field(default_factory=lambda: LruCache(PLACES))
+    places: LruCache[object, RowPlaces] = field(default_factory=lambda: LruCache(PLACES))
     _indices: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
     _active: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
     _orders: dict[tuple[object, ...], list[Tensor]] = field(default_factory=dict)

@@ -91,7 +91,7 @@ class CudaCopyStream:
         value.record_stream(reader)
 
 
-class LoadedRows(Protocol):
+class StagedRows(Protocol):
     """Inputs of a graph that are loaded, each to be taken once."""
 
     def __contains__(self, name: str) -> bool: ...

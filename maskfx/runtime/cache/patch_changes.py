@@ -100,7 +100,7 @@ class ChangeSums:
         return np.asarray(found, np.float32)
 
 
-class Watched(Protocol):
+class WatchedCache(Protocol):
     """A cache whose changes are summed, if it has a table of its patches."""
 
     @property
@@ -131,7 +131,7 @@ class ChangeMeter:
         since_read: Which of them are watched (`PatchChanges.since_read`).
     """
 
-    def __init__(self, caches: Sequence[Watched], since_read: bool = False) -> None:
+    def __init__(self, caches: Sequence[WatchedCache], since_read: bool = False) -> None:
         found = [cache.changes for cache in caches]
         self._watching = [
             c if c is not None and c.since_read == since_read else None for c in found

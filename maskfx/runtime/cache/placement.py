@@ -1,4 +1,4 @@
-"""Placement: which rows of a row set a batch writes, and where they lie in shared buffers."""
+"""RowPlacement: which rows of a row set a batch writes, and where they lie in shared buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from maskfx.runtime.devices import moved
 
 
 @dataclass(frozen=True)
-class Placement:
+class RowPlacement:
     """Which rows of a row set a batch writes, and where.
 
     Args:

@@ -1,4 +1,4 @@
-"""Places: where the rows of a batch's members lie in the buffers of a block.
+"""RowPlaces: where the rows of a batch's members lie in the buffers of a block.
 
 If the sites of all stretches are known, the places of all row sets are found together: those that a
 step writes, those of the rest that it reads, and those that a stretch reads because the one before
@@ -20,7 +20,7 @@ from maskfx.ir.lanes import is_image
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Interface
 from maskfx.ir.sources import Cached, Loaded, Rest
-from maskfx.runtime.cache.placement import Placement, placed, spans_of
+from maskfx.runtime.cache.placement import RowPlacement, placed, spans_of
 from maskfx.runtime.devices import moved
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.row_sets import RowSets, SetKey
@@ -44,7 +44,7 @@ class Batched(Protocol):
     def batches(self) -> Sequence[int]: ...
 
     @property
-    def places(self) -> LruCache[object, Places]: ...
+    def places(self) -> LruCache[object, RowPlaces]: ...
 
     @property
     def whole(self) -> bool: ...
@@ -141,7 +141,7 @@ class PlacedSets:
     counts: list[list[int]]
 
 
-class Places:
+class RowPlaces:
     """Finds where the rows that a batch writes and reads lie in a block.
 
     Holds no cache, so that a cache without other references returns its rows to the pool.
@@ -170,10 +170,10 @@ class Places:
         self._all: dict[tuple[Group, int], NDArray[np.int64]] = {}
         self._totals: dict[Group, list[int]] = {}
         self._placed: dict[tuple[str, Group, int], PlacedSets] = {}
-        self._written: dict[Segments, Placement] = {}
+        self._written: dict[Segments, RowPlacement] = {}
         self._read: dict[int, Tensor] = {}
 
-    def written(self, segments: Segments) -> Placement:
+    def written(self, segments: Segments) -> RowPlacement:
         """Return which rows of a row set are written, and where."""
         if segments not in self._written:
             self._written[segments] = self._placement(segments)
@@ -203,7 +203,7 @@ class Places:
         places = placed(chosen, [len(index) for index in chosen], self._starts[group])
         return moved(places, self._device)
 
-    def _placement(self, segments: Segments) -> Placement:
+    def _placement(self, segments: Segments) -> RowPlacement:
         group = self._regions.group_of(segments)
         parts: list[Tensor] = []
         sizes: list[int] = []
@@ -220,7 +220,7 @@ class Places:
             spans, at = self._spans(segment, at, len(places))
             source += spans
         first = slice(*source[0]) if source else slice(0)
-        place = Placement(first, joined(parts), sizes, self._batches, self._totals_of(group))
+        place = RowPlacement(first, joined(parts), sizes, self._batches, self._totals_of(group))
         if len(source) < 2:
             return place
         index = torch.cat([torch.arange(*span) for span in source])

@@ -22,8 +22,8 @@ from maskfx.ir.program import Interface
 from maskfx.ops import wide
 from maskfx.runtime.cache.free_ranges import FreeRanges
 from maskfx.runtime.cache.patch_changes import ChangeMeter, PatchChanges, patch_table
-from maskfx.runtime.cache.placement import Placement
-from maskfx.runtime.cache.places import Batched, Group, Places, Regions
+from maskfx.runtime.cache.placement import RowPlacement
+from maskfx.runtime.cache.places import Batched, Group, Regions, RowPlaces
 from maskfx.runtime.cache.row_writes import RowWrites
 from maskfx.runtime.cache.rows import device_of
 from maskfx.runtime.cache.step_cache import StepCache, with_tensors
@@ -34,7 +34,7 @@ NUMBERS = itertools.count()  # of blocks
 StatsKey = tuple[tuple[str, ...], int]
 
 
-class Inputs(Protocol):
+class StretchInputs(Protocol):
     """The inputs of stretches as these last read them (`read_inputs.ReadInputs`)."""
 
     rows: dict[str, Tensor]
@@ -125,7 +125,7 @@ class RowBlock:
         self.empty = {group: list(free.ranges) for group, free in self.free.items()}
         self.rows, self.values = {}, {}
         self.patch_of: dict[Group, Tensor] = {}  # the patch of each row, counted per request
-        self.inputs: Inputs | None = None  # of requests that compare them while a step runs
+        self.inputs: StretchInputs | None = None  # of requests that compare them while a step runs
         for tap, kept in like.rows.items():
             kind = interface.taps[tap]
             count = counts[self.group_of(kind.segments)]
@@ -232,13 +232,13 @@ class RowBlock:
         """Return the image segments without their regions."""
         return self.regions.group_of(segments)
 
-    def places(self, layout: Batched, caches: Mapping[int, RollingCache]) -> Places:
+    def places(self, layout: Batched, caches: Mapping[int, RollingCache]) -> RowPlaces:
         """Return where the rows of these members of a batch lie in the buffers."""
         numbers, own = tuple(caches), list(caches.values())
         starts = {group: self._starts_of(group, own) for group in own[0].starts}
         key = self.number, numbers, *(found.tobytes() for found in starts.values())
         return layout.places.find(
-            key, lambda: Places(self.regions, layout, numbers, starts, self.device)
+            key, lambda: RowPlaces(self.regions, layout, numbers, starts, self.device)
         )
 
     def _starts_of(self, group: Group, caches: Sequence[RollingCache]) -> NDArray[np.int64]:
@@ -253,7 +253,7 @@ class RowBlock:
         )
 
     def _add_sums(
-        self, tap: str, place: Placement, new: Tensor, caches: Sequence[RollingCache]
+        self, tap: str, place: RowPlacement, new: Tensor, caches: Sequence[RollingCache]
     ) -> None:
         """Add what the new rows differ by to the sums of those caches that have sums."""
         old = self.rows[tap].index_select(0, place.target)
@@ -266,7 +266,7 @@ class RowBlock:
     def _write_stats(
         self,
         key: StatsKey,
-        place: Placement,
+        place: RowPlacement,
         norms: Sequence[Tensor],
         caches: Sequence[RollingCache],
     ) -> None:

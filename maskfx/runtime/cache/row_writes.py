@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from maskfx.ops import put_all, replace_all
-from maskfx.runtime.cache.placement import Placement
+from maskfx.runtime.cache.placement import RowPlacement
 
 
 @dataclass
@@ -23,7 +23,7 @@ class RowWrites:
     _replaced: list[tuple[Tensor, ...]] = field(default_factory=list)
 
     def add(
-        self, buffer: Tensor, place: Placement, new: Tensor, sums: Sequence[Tensor] = ()
+        self, buffer: Tensor, place: RowPlacement, new: Tensor, sums: Sequence[Tensor] = ()
     ) -> None:
         """Add the rows of one buffer.
 

@@ -113,7 +113,7 @@ def path_lengths(tables: CostTables, selections: Ints, problem: Problem) -> Floa
 
 
 @dataclass(frozen=True)
-class Mix:
+class PlanMix:
     """A mix (convex combination) of plans within the budgets whose longest path is shortest.
 
     Args:
@@ -129,7 +129,7 @@ class Mix:
     prices: Floats
 
 
-def best_mix(lengths: Floats, over: Floats) -> Mix | None:
+def best_mix(lengths: Floats, over: Floats) -> PlanMix | None:
     """Find the best mix by the simplex method; None if every mix exceeds a budget.
 
     Args:
@@ -167,7 +167,7 @@ def best_mix(lengths: Floats, over: Floats) -> Mix | None:
     duals[outside] = np.maximum(table[-1, :-1], 0.0)
     weights, prices = np.split(duals[plans:], [paths])
     shares = values[:plans]
-    return Mix(
+    return PlanMix(
         shares=shares,
         length=(1.0 / total - 1.0) * span + least,
         weights=weights / weights.sum(),

@@ -91,17 +91,17 @@ def measure_all(
     batches: Iterable[Sequence[EditStep]],
     repeats: int = 3,
     late: Callable[[], bool] = lambda: False,
-) -> list[Trial]:
+) -> list[TrialBatch]:
     """Measure batches in turn, in several rounds: a change of the machine's speed affects all.
 
     After it is `late`, no further batch is added to three, and no further round begins.
     """
-    trials: list[Trial] = []
+    trials: list[TrialBatch] = []
     for steps in batches:
         if len(trials) >= 3 and late():
             break
         try:
-            trial = Trial.of(denoiser, steps)
+            trial = TrialBatch.of(denoiser, steps)
             trial.run()  # builds tables; not counted
         except torch.OutOfMemoryError:  # a batch of fewer members may fit
             continue
@@ -115,7 +115,7 @@ def measure_all(
 
 
 @dataclass
-class Trial:
+class TrialBatch:
     """A batch that is measured: its work by block, and the seconds of its runs."""
 
     denoiser: CompiledDenoiser
@@ -126,7 +126,7 @@ class Trial:
     runs: list[tuple[Floats, float]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, denoiser: CompiledDenoiser, steps: Sequence[EditStep]) -> Trial:
+    def of(cls, denoiser: CompiledDenoiser, steps: Sequence[EditStep]) -> TrialBatch:
         program, members = one_batch(denoiser, steps)
         blocks = find_blocks(program, members[0].sites)
         work = np.zeros((len(blocks), KINDS))

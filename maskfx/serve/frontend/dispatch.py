@@ -27,11 +27,11 @@ from maskfx.serve.messages import (
     Cancel,
     Done,
     Failed,
+    JobProgress,
     JobSpan,
     LoadFacts,
     Prefetch,
     PreviewSent,
-    Progress,
     Stepped,
     ToWorker,
 )
@@ -240,7 +240,7 @@ class Dispatch:
         self._metrics.batch_active_sites.observe(stepped.sites)
         self._metrics.plan_bubble_seconds.observe(stepped.bubble)
 
-    def progress(self, worker: str, said: Progress) -> None:
+    def progress(self, worker: str, said: JobProgress) -> None:
         ticket = self._current(worker, said.id, said.attempt)
         if ticket is not None:
             left = ticket.demand.work.computed(said.steps - said.step)

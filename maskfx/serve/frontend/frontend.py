@@ -34,11 +34,11 @@ from maskfx.serve.messages import (
     Failed,
     Forget,
     FromWorker,
+    JobProgress,
     JobSpan,
     Logged,
     Ping,
     PreviewSent,
-    Progress,
     Ready,
     Register,
     Stepped,
@@ -369,7 +369,7 @@ class Front:
                 self._counts.heard(worker, message.cache)
             case Logged():
                 log_again(message.line)
-            case Progress():
+            case JobProgress():
                 self._dispatch.progress(worker, message)
             case Stepped():
                 self._dispatch.stepped(worker, message)

@@ -2,7 +2,7 @@
 
 Envelope    adds the request id, turns every exception into a response
 Auth        checks the API key; where there is none, Origins checks `Host` and `Origin`
-Admission   acquires an admission slot (a "seat"), then enforces the limits of the body
+Seats       acquires an admission slot (a "seat"), then enforces the limits of the body
 routes      forms -> orders -> images -> JSON or server-sent events
 """
 
@@ -21,7 +21,7 @@ from maskfx.serve.http.dependencies import AppContext
 from maskfx.serve.http.failures import handle
 from maskfx.serve.http.forms import forms
 from maskfx.serve.http.idempotency import Idempotency
-from maskfx.serve.http.middleware import Admission, Auth, Envelope
+from maskfx.serve.http.middleware import Auth, Envelope, Seats
 from maskfx.serve.http.openapi import describe
 from maskfx.serve.http.orders import Orders
 from maskfx.serve.http.origins import Origins
@@ -76,7 +76,7 @@ def create_app(
     describe(app, app.state.context.forms, settings)
 
     # the last middleware added is the outermost
-    app.add_middleware(Admission, frontend=frontend, limits=settings.limits)
+    app.add_middleware(Seats, frontend=frontend, limits=settings.limits)
     if settings.api_key is None:
         hosts, origins = settings.allowed_hosts, settings.allowed_origins
         app.add_middleware(Origins, hosts=hosts, origins=origins)

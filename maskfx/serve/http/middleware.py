@@ -1,7 +1,7 @@
-"""The ASGI middleware around the routes, outermost first: `Envelope`, `Auth`, `Admission`.
+"""The ASGI middleware around the routes, outermost first: `Envelope`, `Auth`, `Seats`.
 
 `Envelope` assigns an id to every call and turns every exception into a response. `Auth` checks the
-API key, except on health routes. `Admission` acquires an admission slot (a "seat") before the body
+API key, except on health routes. `Seats` acquires an admission slot (a "seat") before the body
 is read, and limits the body's size and time.
 """
 
@@ -162,7 +162,7 @@ def _password(given: bytes) -> bytes:
 SEATED = ("/v1/images/edits", "/v1/images/generations", "/v1/templates", "/v1/adapters")
 
 
-class Admission:
+class Seats:
     """Acquires an admission slot for calls with a body, and releases it after the response."""
 
     def __init__(self, app: ASGIApp, frontend: Frontend, limits: Limits) -> None:

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from maskfx.errors import InputError
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Failed, Job, JobSpan, Progress, Ready, StepMember, Stepped
+from maskfx.serve.messages import Failed, Job, JobProgress, JobSpan, Ready, StepMember, Stepped
 from maskfx.serve.models.model import Lost, Made, PreviewMade, Tell
 from maskfx.serve.request import Pictures, Pixels, Request, RequestKind, parameters_of
 from maskfx.serve.scheduling.request_cost import Size, active_share, card_of, size_of, steps_of
@@ -240,7 +240,7 @@ class FakeModel:
         recording = member.squares is None
         self._spell(job, "record" if recording else "step", began, member.done)
         member.done += 1
-        self._tell(Progress(job.id, job.attempt, member.done, member.steps))
+        self._tell(JobProgress(job.id, job.attempt, member.done, member.steps))
         if member.done == member.steps:
             self._finish(member)
         else:

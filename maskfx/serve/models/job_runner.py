@@ -19,7 +19,7 @@ from maskfx.pipelines.callbacks import reads_only
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.quality import Quality
 from maskfx.serve.errors import ApiError
-from maskfx.serve.messages import Job, Progress
+from maskfx.serve.messages import Job, JobProgress
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
 from maskfx.serve.models.canvas import Canvas, resized
 from maskfx.serve.models.generated import GeneratedPictures
@@ -244,7 +244,7 @@ class JobRunner:
             if index == 0:
                 state.sketched = 0  # the run may have been restarted
             state.stepped = index + 1
-            self.tell(Progress(job.id, job.attempt, index + 1, total))
+            self.tell(JobProgress(job.id, job.attempt, index + 1, total))
             if index + 1 in sketch_steps(job.request.previews, total):
                 self._preview(state, canvas, tensors.get("latents"))
             return {}

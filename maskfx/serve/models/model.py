@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from maskfx.serve.messages import Failed, Job, JobSpan, Progress, Ready, Stepped
+from maskfx.serve.messages import Failed, Job, JobProgress, JobSpan, Ready, Stepped
 from maskfx.serve.request import Pictures, Pixels
 
 
@@ -44,7 +44,7 @@ class Lost:
     why: str
 
 
-Told = Stepped | Progress | JobSpan | PreviewMade | Made | Failed | Lost
+Told = Stepped | JobProgress | JobSpan | PreviewMade | Made | Failed | Lost
 Tell = Callable[[Told], None]  # may be called from any thread
 
 

@@ -28,14 +28,14 @@ FOLDER, ENDING = "recordings", ".entries"
 log = logging.getLogger(__name__)
 
 
-class Recording(msgspec.Struct, frozen=True):
+class TemplateRecording(msgspec.Struct, frozen=True):
     """The cache entries of one recording; `pinned` if a client requested it explicitly."""
 
     entries: tuple[EntryKey, ...]
     pinned: bool
 
 
-Recorded = dict[str, Recording]  # by the recording's internal name
+Recorded = dict[str, TemplateRecording]  # by the recording's internal name
 
 
 class Recordings:
@@ -68,7 +68,7 @@ class Recordings:
             recorded = self._by_name.setdefault(name, {})
             known = recorded.get(own)
             if known is None or pinned > known.pinned:
-                recorded[own] = Recording(tuple(entries), pinned)
+                recorded[own] = TemplateRecording(tuple(entries), pinned)
                 self._hold(name, recorded[own])  # this pin outlives the eviction of its adapter
                 self._write(name, own)
 
@@ -108,7 +108,7 @@ class Recordings:
                     found[name] += self._tiers.bytes_of(key).get(Tier.DISK, 0)
         return dict(+found)
 
-    def _hold(self, name: str, recording: Recording) -> None:
+    def _hold(self, name: str, recording: TemplateRecording) -> None:
         if recording.pinned:
             for key in recording.entries:
                 self._tiers.pin(key)
@@ -144,7 +144,9 @@ class Recordings:
         found: Recorded = {}
         for path in sorted(folder.glob("*" + ENDING)):
             try:
-                found[own_name(path)] = msgspec.msgpack.decode(path.read_bytes(), type=Recording)
+                found[own_name(path)] = msgspec.msgpack.decode(
+                    path.read_bytes(), type=TemplateRecording
+                )
             except OSError:
                 continue
             except msgspec.MsgspecError:

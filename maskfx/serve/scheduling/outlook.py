@@ -15,7 +15,7 @@ from maskfx.serve.scheduling.allocation import EDGE, StepTimes
 from maskfx.serve.scheduling.placement import footprint
 
 
-class Job(NamedTuple):
+class RemainingRequest(NamedTuple):
     """What remains of a request; `degree` is that of the round before, 0 if it didn't run."""
 
     due: float
@@ -44,7 +44,9 @@ class Planned(NamedTuple):
     degree: int
 
 
-def schedules(jobs: Iterable[Job], start: float, free: int, devices: int) -> list[list[Planned]]:
+def schedules(
+    jobs: Iterable[RemainingRequest], start: float, free: int, devices: int
+) -> list[list[Planned]]:
     """Return several schedules on the free devices, each with the requests that are in time.
 
     Each is the best one for some loads: one request after the other, each on as many devices as it
@@ -61,12 +63,14 @@ def schedules(jobs: Iterable[Job], start: float, free: int, devices: int) -> lis
     return [wide, *(narrow_first(order, start, free, devices) for order in orders)]
 
 
-def best_schedule(jobs: Iterable[Job], start: float, devices: int) -> list[Planned]:
+def best_schedule(jobs: Iterable[RemainingRequest], start: float, devices: int) -> list[Planned]:
     """Return the schedule with the most requests in time."""
     return max(schedules(jobs, start, devices, devices), key=len, default=[])
 
 
-def fastest_first(jobs: Sequence[Job], start: float, free: int, devices: int) -> list[Planned]:
+def fastest_first(
+    jobs: Sequence[RemainingRequest], start: float, free: int, devices: int
+) -> list[Planned]:
     """Run requests at their fastest degree one after the other, in the order of their deadlines.
 
     Moore's and Hodgson's rule: where a request would be late, the longest one before it is left
@@ -75,7 +79,7 @@ def fastest_first(jobs: Sequence[Job], start: float, free: int, devices: int) ->
     """
     degrees = [job.fastest(free, devices) for job in jobs]
     size = max((footprint(k, devices) for k in degrees if k), default=1)
-    lanes = [Lane(start) for _ in range(max(1, free // size))]
+    lanes = [DeviceQueue(start) for _ in range(max(1, free // size))]
     ends = [(start, number) for number in range(len(lanes))]  # a heap
     for job, degree in zip(jobs, degrees, strict=True):
         if degree:
@@ -85,7 +89,7 @@ def fastest_first(jobs: Sequence[Job], start: float, free: int, devices: int) ->
     return [planned for lane in lanes for planned in lane.planned()]
 
 
-class Lane:
+class DeviceQueue:
     """Requests one after the other on a group of devices."""
 
     def __init__(self, start: float) -> None:
@@ -93,7 +97,7 @@ class Lane:
         self._jobs: dict[str, tuple[int, float]] = {}  # degree and seconds, in order
         self._longest: list[tuple[float, str]] = []
 
-    def add(self, job: Job, degree: int) -> None:
+    def add(self, job: RemainingRequest, degree: int) -> None:
         """Add a request; if it would be late, leave out the longest one."""
         seconds = job.left * job.times.seconds[degree]
         self._jobs[job.id] = degree, seconds
@@ -111,7 +115,9 @@ class Lane:
             at += seconds
 
 
-def narrow_first(jobs: Sequence[Job], start: float, free: int, devices: int) -> list[Planned]:
+def narrow_first(
+    jobs: Sequence[RemainingRequest], start: float, free: int, devices: int
+) -> list[Planned]:
     """Run each request, in the given order, at the cheapest degree that is in time.
 
     A request that runs keeps its degree if that is in time.

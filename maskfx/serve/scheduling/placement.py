@@ -42,7 +42,7 @@ class Devices(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class PlacedGroup:
     """A group to be placed: its size, and its devices in the previous round, if any."""
 
     size: int
@@ -58,7 +58,7 @@ def footprint(size: int, devices: int = BLOCK) -> int:
     return min(HALF, devices) if size == 3 else size
 
 
-def place(groups: Sequence[Group], devices: int) -> list[Devices] | None:
+def place(groups: Sequence[PlacedGroup], devices: int) -> list[Devices] | None:
     """Return the devices of each group, with the fewest moves; None if the groups don't fit."""
     kept = _keep_all(groups, devices)
     if kept is not None:
@@ -66,7 +66,7 @@ def place(groups: Sequence[Group], devices: int) -> list[Devices] | None:
     return _fewest_moves(groups, devices)
 
 
-def moves(groups: Sequence[Group], placed: Sequence[Devices]) -> int:
+def moves(groups: Sequence[PlacedGroup], placed: Sequence[Devices]) -> int:
     """Return the number of groups that leave their devices."""
     pairs = zip(groups, placed, strict=True)
     return sum(g.home is not None and not g.home.nests(at) for g, at in pairs)
@@ -83,7 +83,7 @@ def positions(size: int, first: int, devices: int) -> Iterator[Devices]:
 # No move: each group at home, the new ones in what is left.
 
 
-def _keep_all(groups: Sequence[Group], devices: int) -> list[Devices] | None:
+def _keep_all(groups: Sequence[PlacedGroup], devices: int) -> list[Devices] | None:
     """Return a placement without moves if taking places in one pass finds one; else None."""
     free = [True] * devices
     placed: dict[int, Devices] = {}
@@ -111,14 +111,14 @@ def _all_positions(size: int, devices: int) -> tuple[Devices, ...]:
 # Fewest moves: per block, the most groups that stay for each count of sizes; then over blocks.
 
 
-class Layout(NamedTuple):
+class GroupLayout(NamedTuple):
     """Places of groups in a block, and how many of them a group that stays can take."""
 
     stays: int
     places: tuple[Devices, ...]
 
 
-def _fewest_moves(groups: Sequence[Group], devices: int) -> list[Devices] | None:
+def _fewest_moves(groups: Sequence[PlacedGroup], devices: int) -> list[Devices] | None:
     wanted: Counts = tuple(sum(g.size == size for g in groups) for size in DEGREES)
     blocks = [
         _block_layouts(first, min(first + BLOCK, devices), groups, wanted)
@@ -142,7 +142,9 @@ def _fewest_moves(groups: Sequence[Group], devices: int) -> list[Devices] | None
 
 
 def _trace(
-    blocks: Sequence[Mapping[Counts, Layout]], tables: Sequence[NDArray[np.float64]], wanted: Counts
+    blocks: Sequence[Mapping[Counts, GroupLayout]],
+    tables: Sequence[NDArray[np.float64]],
+    wanted: Counts,
 ) -> list[Devices]:
     """Return the places of the best layouts, from the last block to the first."""
     places: list[Devices] = []
@@ -160,41 +162,41 @@ def _trace(
 
 
 def _block_layouts(
-    first: int, end: int, groups: Sequence[Group], wanted: Counts
-) -> dict[Counts, Layout]:
+    first: int, end: int, groups: Sequence[PlacedGroup], wanted: Counts
+) -> dict[Counts, GroupLayout]:
     """Return the best layout of a block for each count of sizes that it can get."""
     here = [g for g in groups if g.home is not None and first <= g.home.start < first + BLOCK]
     halves = [_half_layouts(at, end, here) for at in (first, first + HALF)]
     whole = next((g for g in here if g.home is not None and g.home.size == BLOCK), None)
-    found: dict[Counts, Layout] = {}
+    found: dict[Counts, GroupLayout] = {}
     for (left, one), (right, two) in product(halves[0].items(), halves[1].items()):
         counts = tuple(a + b for a, b in zip(left, right, strict=True))
         if all(n <= most for n, most in zip(counts, wanted, strict=True)):
             # a group that leaves the whole block stays wherever it is in it, and in one half only
             stays = one.stays + two.stays
             stays += whole is not None and counts[DEGREES.index(whole.size)] > 0
-            _improve(found, counts, Layout(stays, one.places + two.places))
+            _improve(found, counts, GroupLayout(stays, one.places + two.places))
     for at in positions(BLOCK, first, end):
         counts = (0,) * (len(DEGREES) - 1) + (1,)
         if counts[-1] <= wanted[-1]:
             stays = int(any(g.size == BLOCK for g in here))
-            _improve(found, counts, Layout(stays, (at,)))
+            _improve(found, counts, GroupLayout(stays, (at,)))
     return found
 
 
-def _half_layouts(first: int, end: int, here: Sequence[Group]) -> dict[Counts, Layout]:
-    found: dict[Counts, Layout] = {}
+def _half_layouts(first: int, end: int, here: Sequence[PlacedGroup]) -> dict[Counts, GroupLayout]:
+    found: dict[Counts, GroupLayout] = {}
     homes = [g for g in here if g.home is not None and g.home.size < BLOCK]
     for places in _half_places():
         moved = tuple(Devices(first + start, size) for start, size in places)
         if any(at.start + at.size > end for at in moved):
             continue
         counts = tuple(sum(at.size == size for at in moved) for size in DEGREES)
-        _improve(found, counts, Layout(_count_stays(moved, homes), moved))
+        _improve(found, counts, GroupLayout(_count_stays(moved, homes), moved))
     return found
 
 
-def _improve(found: dict[Counts, Layout], counts: Counts, layout: Layout) -> None:
+def _improve(found: dict[Counts, GroupLayout], counts: Counts, layout: GroupLayout) -> None:
     if counts not in found or found[counts].stays < layout.stays:
         found[counts] = layout
 
@@ -215,11 +217,11 @@ def _disjoint_sets(every: Sequence[Devices], taken: int) -> Iterator[tuple[Devic
                 yield (at, *rest)
 
 
-def _count_stays(places: Iterable[Devices], groups: Sequence[Group]) -> int:
+def _count_stays(places: Iterable[Devices], groups: Sequence[PlacedGroup]) -> int:
     return sum(found is not None for found in _matched(places, groups))
 
 
-def _matched(places: Iterable[Devices], groups: Sequence[Group]) -> list[int | None]:
+def _matched(places: Iterable[Devices], groups: Sequence[PlacedGroup]) -> list[int | None]:
     """Return for each place the index of a group that stays there.
 
     Homes are disjoint, so the groups that may stay at a place either all grow, and only there, or
@@ -235,11 +237,11 @@ def _matched(places: Iterable[Devices], groups: Sequence[Group]) -> list[int | N
     return found
 
 
-def _stays(group: Group, at: Devices) -> bool:
+def _stays(group: PlacedGroup, at: Devices) -> bool:
     return group.size == at.size and group.home is not None and group.home.nests(at)
 
 
-def _assign(groups: Sequence[Group], places: Sequence[Devices]) -> list[Devices]:
+def _assign(groups: Sequence[PlacedGroup], places: Sequence[Devices]) -> list[Devices]:
     """Give each group a place of its size: the groups that stay first."""
     matched = _matched(places, groups)
     placed = {number: at for number, at in zip(matched, places, strict=True) if number is not None}

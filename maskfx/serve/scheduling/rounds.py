@@ -30,7 +30,7 @@ from maskfx.serve.scheduling.allocation import EDGE, StepTimes
 from maskfx.serve.scheduling.degree_costs import StepProfile
 from maskfx.serve.scheduling.knapsack import choose_options
 from maskfx.serve.scheduling.outlook import best_schedule, schedules
-from maskfx.serve.scheduling.placement import Devices, Group, footprint, place
+from maskfx.serve.scheduling.placement import Devices, PlacedGroup, footprint, place
 from maskfx.serve.scheduling.round_plan import (
     DeviceGroup,
     LatePolicy,
@@ -256,7 +256,7 @@ class RoundScheduler:
         late: Sequence[Pending],
         drops: Sequence[Pending],
     ) -> Round:
-        placed = place([Group(d.degree, d.home) for d in drafts], self.devices)
+        placed = place([PlacedGroup(d.degree, d.home) for d in drafts], self.devices)
         assert placed is not None, "groups whose footprints fit can be placed"
         border = max((d.steps(length) * d.seconds for d in drafts), default=0.0)
         groups = []

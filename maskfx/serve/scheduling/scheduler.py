@@ -44,7 +44,7 @@ class FcfsScheduler:
         late = self._alone.too_late(waiting, now, fleet) if self.drop else []
         gone = {d.id for d in late}
         starts = []
-        with Trial(fleet) as trial:
+        with TrialStart(fleet) as trial:
             if trial.room:
                 for demand in sorted(waiting, key=lambda d: (d.arrived, d.id)):
                     if demand.id in gone:
@@ -112,7 +112,7 @@ class SlackScheduler:
         drops = tuple(self._alone.too_late(waiting, now, fleet))
         starts: list[tuple[Demand, str]] = []
         gone = {d.id for d in drops}
-        with Trial(fleet) as trial:
+        with TrialStart(fleet) as trial:
             unit = self._usual(waiting) if trial.room else 0.0
             while trial.room:  # a start may let a request gain that was refused before it
                 queue = Queue(trial.fleet.held, self.share)
@@ -127,7 +127,7 @@ class SlackScheduler:
         self._alone.started(now, len(starts))
         return Decision(tuple(starts), drops)
 
-    def _start(self, now: float, queue: Queue, trial: Trial) -> list[tuple[Demand, str]]:
+    def _start(self, now: float, queue: Queue, trial: TrialStart) -> list[tuple[Demand, str]]:
         starts, refused = [], 0
         for slack, demand in queue:
             row = self._place(now, slack, demand, trial.fleet)
@@ -287,7 +287,7 @@ class Queue:
 
 
 @dataclass
-class Trial:
+class TrialStart:
     """Context manager that starts requests in a fleet's figures and reverts them on exit."""
 
     fleet: Fleet
@@ -303,7 +303,7 @@ class Trial:
         self._started.append((row, demand))
         return self.fleet[row].name
 
-    def __enter__(self) -> Trial:
+    def __enter__(self) -> TrialStart:
         return self
 
     def __exit__(self, *_: object) -> None:

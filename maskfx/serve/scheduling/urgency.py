@@ -17,7 +17,7 @@ from maskfx.serve.scheduling.allocation import EDGE, Mix, StepTimes
 from maskfx.serve.scheduling.degree_costs import StepProfile
 from maskfx.serve.scheduling.knapsack import Option
 from maskfx.serve.scheduling.load import Work
-from maskfx.serve.scheduling.outlook import Job
+from maskfx.serve.scheduling.outlook import RemainingRequest
 from maskfx.serve.scheduling.placement import footprint
 from maskfx.serve.scheduling.round_plan import RoundRequest
 
@@ -127,9 +127,9 @@ class Pending:
         mix = self.mix
         return mix.parts[0][0] if mix and mix.parts else self.times.hull[0]
 
-    def job(self, left: int, degree: int) -> Job:
+    def job(self, left: int, degree: int) -> RemainingRequest:
         """Return the request with a number of remaining steps, for the outlook."""
-        return Job(self.due, left, self.times, self.id, degree)
+        return RemainingRequest(self.due, left, self.times, self.id, degree)
 
     def usable(self, length: float) -> tuple[int, ...]:
         """Return the degrees at which a step ends within a round; the fastest one if none does."""
@@ -141,16 +141,16 @@ class Pending:
         """Return the number of steps that fit into a round, at least one."""
         return min(self.left, max(1, floor(length / self.times.seconds[degree] + EDGE)))
 
-    def options(self, length: float) -> list[Choice]:
+    def options(self, length: float) -> list[RoundChoice]:
         """Return not to run, and each useful degree, with the outcome of a round."""
         border = self.now + length
-        choices = [Choice(0, *self._outcome(self.left, border, border))]
+        choices = [RoundChoice(0, *self._outcome(self.left, border, border))]
         for degree in self.usable(length):
             seconds = self.times.seconds[degree]
             steps = self.steps(degree, length)
             end = self.now + steps * seconds
             share, need = self._outcome(self.left - steps, max(border, end), end)
-            choices.append(Choice(degree, share, need + degree * max(length, steps * seconds)))
+            choices.append(RoundChoice(degree, share, need + degree * max(length, steps * seconds)))
         return choices
 
     def _outcome(self, left: int, border: float, end: float) -> tuple[float, float]:
@@ -170,7 +170,7 @@ class Pending:
         return 0.0, left * self.times.fastest * self.times.least
 
 
-class Choice(NamedTuple):
+class RoundChoice(NamedTuple):
     """The outcome of a round in which a request runs at a degree; 0: it doesn't run."""
 
     degree: int
@@ -201,7 +201,7 @@ def admit(pending: Sequence[Pending], devices: int) -> None:
 
 
 def values(
-    choices: Sequence[Sequence[Choice]], ranks: Sequence[Rank], devices: int
+    choices: Sequence[Sequence[RoundChoice]], ranks: Sequence[Rank], devices: int
 ) -> list[list[Option]]:
     """Return the knapsack's options: requests that stay hopeful first, then device-seconds."""
     total = sum(max(c.device_seconds for c in group) for group in choices)

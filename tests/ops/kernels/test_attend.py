@@ -29,9 +29,9 @@ PLAIN = plain_of("attend")
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, rest_k: Tensor, rest_v: Tensor, *layout: Any) -> Tensor:
-    from maskfx.ops.kernels.attend import Rest, attend
+    from maskfx.ops.kernels.attend import CachedOperand, attend
 
-    return attend(q, k, v, Rest(rest_k), Rest(rest_v), *layout)
+    return attend(q, k, v, CachedOperand(rest_k), CachedOperand(rest_v), *layout)
 
 
 class Attention:
@@ -127,7 +127,7 @@ def test_a_request_reads_no_other() -> None:
 def test_packed_keys_are_widened_while_they_are_loaded(
     dtype: torch.dtype, format: Format, depth: int
 ) -> None:
-    from maskfx.ops.kernels.attend import Rest, attend
+    from maskfx.ops.kernels.attend import CachedOperand, attend
 
     own = Attention(8, dtype, heads=4, depth=depth, requests=2, most=20)
     packed = [pack(rows[None], format) for rows in own.cached]
@@ -137,7 +137,7 @@ def test_packed_keys_are_widened_while_they_are_loaded(
         assert rows.format is format
         assert rows.scale is not None
         stored.append((rows.stored[0], rows.scale[0]))
-    rest = [Rest(*pair) for pair in stored]
+    rest = [CachedOperand(*pair) for pair in stored]
     run: Any = attend
     found = run(own.q, *own.fresh, *rest, *own.spans, None, 1, False, None)
     pairs = [item for pair in stored for item in pair]

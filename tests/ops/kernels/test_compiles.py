@@ -92,7 +92,7 @@ def test_every_kernel_compiles(dtype: torch.dtype, compiled: list[str]) -> None:
     attend: Any = attention_kernel.attend
     group_scale: Any = norms.group_scale
     add_low_rank: Any = low_rank.add_low_rank
-    Rest = attention_kernel.Rest
+    Rest = attention_kernel.CachedOperand
     own: dict[str, Any] = {name: in_dtype(values, dtype) for name, values in arguments().items()}
     rows, _, table, weight, _, _ = own["window_product"]
     out, launch = rows.new_empty(len(table), len(weight)), cast(Any, windows._launch)

@@ -18,11 +18,11 @@ from maskfx.serve.messages import (
     Done,
     Failed,
     Job,
+    JobProgress,
     JobSpan,
     LoadFacts,
     Prefetch,
     PreviewSent,
-    Progress,
     StepMember,
     Stepped,
     ToWorker,
@@ -143,7 +143,7 @@ def test_a_waiting_requests_template_is_read_by_the_least_busy_worker(context: D
     context.enter("a")
     context.enter("b")
     context.dispatch.decide()
-    context.dispatch.progress("v", Progress("b", 1, 3, 4))
+    context.dispatch.progress("v", JobProgress("b", 1, 3, 4))
     context.said.clear()
     context.enter("c", template="hat")
     context.enter("d", template="unheard of")

@@ -14,7 +14,7 @@ import pytest
 
 from maskfx.errors import InputError
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Failed, Job, Progress, Stepped
+from maskfx.serve.messages import Failed, Job, JobProgress, Stepped
 from maskfx.serve.models.fake_model import FakeModel, parse
 from maskfx.serve.models.model import Made, PreviewMade, Told
 from maskfx.serve.request import Pictures, Request, RequestKind
@@ -127,7 +127,7 @@ def test_previews_come_at_even_distances_and_progress_with_every_step() -> None:
     model.close()
     seen = drained(told)
     assert [one.index for one in seen if isinstance(one, PreviewMade)] == [0, 1, 2]
-    assert [one.step for one in seen if isinstance(one, Progress)] == list(range(1, 9))
+    assert [one.step for one in seen if isinstance(one, JobProgress)] == list(range(1, 9))
 
 
 def test_a_cancelled_job_isnt_answered() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from maskfx.serve.scheduling.degree_costs import DEGREES
 from maskfx.serve.scheduling.knapsack import Option, choose_options
-from maskfx.serve.scheduling.placement import Devices, Group, footprint, moves, place
+from maskfx.serve.scheduling.placement import Devices, PlacedGroup, footprint, moves, place
 
 
 def every_placement(sizes: Sequence[int], devices: int) -> Iterator[list[Devices]]:
@@ -26,25 +26,25 @@ def every_placement(sizes: Sequence[int], devices: int) -> Iterator[list[Devices
 
 
 @st.composite
-def rounds(draw: st.DrawFn) -> tuple[list[Group], int]:
+def rounds(draw: st.DrawFn) -> tuple[list[PlacedGroup], int]:
     """Groups at disjoint homes, some of which change size or end, and new ones."""
     devices = draw(st.integers(1, 12))
-    groups: list[Group] = []
+    groups: list[PlacedGroup] = []
     start = 0
     while start < devices and len(groups) < 4:
         sizes = [s for s in DEGREES if start % footprint(s) == 0 and start + s <= devices]
         home = Devices(start, draw(st.sampled_from(sizes)))
         start += home.size if home.size != 3 else 3
         if draw(st.booleans()):
-            groups.append(Group(draw(st.sampled_from(DEGREES)), home))
-    groups += [Group(size) for size in draw(st.lists(st.sampled_from(DEGREES), max_size=2))]
+            groups.append(PlacedGroup(draw(st.sampled_from(DEGREES)), home))
+    groups += [PlacedGroup(size) for size in draw(st.lists(st.sampled_from(DEGREES), max_size=2))]
     return groups, devices
 
 
 @settings(max_examples=150, deadline=None)
 @given(rounds())
 def test_as_few_groups_move_as_in_the_best_of_all_placements(
-    case: tuple[list[Group], int],
+    case: tuple[list[PlacedGroup], int],
 ) -> None:
     groups, devices = case
     every = list(every_placement([g.size for g in groups], devices))
@@ -63,27 +63,27 @@ def test_groups_whose_footprints_fit_can_be_placed(sizes: list[int], devices: in
     for size in sizes:
         if sum(map(footprint, [*fitting, size])) <= devices:
             fitting.append(size)
-    placed = place([Group(size) for size in fitting], devices)
+    placed = place([PlacedGroup(size) for size in fitting], devices)
     assert placed is not None
     taken = [n for at in placed for n in at.numbers]
     assert len(taken) == len(set(taken)) <= devices
 
 
 def test_three_devices_leave_the_fourth_to_a_small_group() -> None:
-    assert place([Group(3), Group(3), Group(1), Group(1)], 8) is not None
-    assert place([Group(3), Group(3), Group(2)], 8) is None
+    assert place([PlacedGroup(3), PlacedGroup(3), PlacedGroup(1), PlacedGroup(1)], 8) is not None
+    assert place([PlacedGroup(3), PlacedGroup(3), PlacedGroup(2)], 8) is None
 
 
 def test_a_group_that_keeps_its_place_makes_a_new_one_go_elsewhere() -> None:
     """Largest first would take the devices of the group that stays."""
-    placed = place([Group(1, Devices(0, 1)), Group(4)], 8)
+    placed = place([PlacedGroup(1, Devices(0, 1)), PlacedGroup(4)], 8)
     assert placed == [Devices(0, 1), Devices(4, 4)]
 
 
 @pytest.mark.parametrize("grown", [2, 4, 8])
 def test_a_group_grows_around_its_devices(grown: int) -> None:
     home = Devices(9, 1)
-    placed = place([Group(grown, home)], 16)
+    placed = place([PlacedGroup(grown, home)], 16)
     assert placed is not None
     assert set(home.numbers) <= set(placed[0].numbers)
 

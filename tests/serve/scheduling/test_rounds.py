@@ -14,7 +14,7 @@ from maskfx.serve.scheduling.cost_model import FittedCosts
 from maskfx.serve.scheduling.degree_costs import DegreeCost, DegreeCosts, from_efficiency
 from maskfx.serve.scheduling.load import Work
 from maskfx.serve.scheduling.outlook import (
-    Job,
+    RemainingRequest,
     best_schedule,
     fastest_first,
     narrow_first,
@@ -273,7 +273,7 @@ def test_a_step_longer_than_a_round_runs_at_the_fastest_degree() -> None:
 
 def test_where_one_is_too_many_the_longest_is_left_out() -> None:
     jobs = [
-        Job(due=due, left=seconds, times=StepTimes({1: 1.0}), id=id)
+        RemainingRequest(due=due, left=seconds, times=StepTimes({1: 1.0}), id=id)
         for id, seconds, due in (("long", 5, 5.0), ("first", 2, 6.0), ("second", 2, 6.5))
     ]
     planned = [(p.id, p.start) for p in fastest_first(jobs, 0.0, 1, 1)]
@@ -282,7 +282,7 @@ def test_where_one_is_too_many_the_longest_is_left_out() -> None:
 
 def test_schedules_of_the_outlook_end_in_time() -> None:
     times = StepTimes({k: COSTS.step(k, [work(2000)]) for k in (1, 2, 4, 8)})
-    jobs = [Job(due=0.4 * n + 0.5, left=10, times=times, id=str(n)) for n in range(8)]
+    jobs = [RemainingRequest(due=0.4 * n + 0.5, left=10, times=times, id=str(n)) for n in range(8)]
     by_id = {job.id: job for job in jobs}
     for plan in (fastest_first(jobs, 0.0, 8, 8), narrow_first(jobs, 0.0, 8, 8)):
         ends = [p.start + 10 * times.seconds[p.degree] - by_id[p.id].due for p in plan]
@@ -300,7 +300,7 @@ def test_schedules_of_the_outlook_end_in_time() -> None:
 @pytest.mark.parametrize(("free", "devices"), [(2, 3), (3, 8), (1, 2)])
 def test_a_group_of_three_has_no_place_on_what_others_leave(free: int, devices: int) -> None:
     times = StepTimes({1: 1.0, 2: 0.7, 3: 0.2})
-    jobs = [Job(due=3.0, left=5, times=times, id=str(n)) for n in range(3)]
+    jobs = [RemainingRequest(due=3.0, left=5, times=times, id=str(n)) for n in range(3)]
     assert not any(p.degree == 3 for plan in schedules(jobs, 0.0, free, devices) for p in plan)
     assert any(p.degree == 3 for plan in schedules(jobs, 0.0, 4, 4) for p in plan)
 

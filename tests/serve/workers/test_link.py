@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from maskfx.errors import InputError
-from maskfx.serve.messages import Alive, Cancel, Forget, FromWorker, Job, Progress, encode
+from maskfx.serve.messages import Alive, Cancel, Forget, FromWorker, Job, JobProgress, encode
 from maskfx.serve.request import Request, RequestKind
 from maskfx.serve.workers import link
 from maskfx.serve.workers.link import LINK_LOST, FrontLink, WorkerLink, private_directory
@@ -60,8 +60,8 @@ def test_messages_and_frames_go_both_ways() -> None:
         message, frames = await asyncio.to_thread(one.inbox.get, True, 5)
         assert message == job
         assert [len(frame) for frame in frames] == [1_000_000, 1]
-        one.send(Progress("a", 1, 2, 3), [b"p"])
-        await eventually(lambda: ("w", Progress("a", 1, 2, 3), [b"p"]) in heard)
+        one.send(JobProgress("a", 1, 2, 3), [b"p"])
+        await eventually(lambda: ("w", JobProgress("a", 1, 2, 3), [b"p"]) in heard)
         one.close()
         front.close()
         assert not Path(front.address.removeprefix("ipc://")).parent.exists()
@@ -76,11 +76,11 @@ def test_order_is_kept_and_nothing_is_lost_in_a_burst() -> None:
         await eventually(lambda: heard)
         for k in range(2000):
             front.send("w", Cancel(str(k)))
-            one.send(Progress("a", 1, k, 2000))
+            one.send(JobProgress("a", 1, k, 2000))
         steps = [k for k in range(2000)]
-        await eventually(lambda: heard and isinstance(heard[-1][1], Progress | Alive))
-        await eventually(lambda: sum(isinstance(m, Progress) for _, m, _ in heard) == 2000)
-        assert [m.step for _, m, _ in heard if isinstance(m, Progress)] == steps
+        await eventually(lambda: heard and isinstance(heard[-1][1], JobProgress | Alive))
+        await eventually(lambda: sum(isinstance(m, JobProgress) for _, m, _ in heard) == 2000)
+        assert [m.step for _, m, _ in heard if isinstance(m, JobProgress)] == steps
         cancels = [one.inbox.get(timeout=5)[0] for _ in range(2000)]
         assert cancels == [Cancel(str(k)) for k in range(2000)]
         one.close()
@@ -126,13 +126,13 @@ def test_a_part_that_no_picture_needs_is_refused(monkeypatch: pytest.MonkeyPatch
         one = worker(front)
         await eventually(lambda: heard)
         most = (1 << 20) + 3 * PIXELS
-        one.send(Progress("a", 1, 1, 9), [bytes(most)])
+        one.send(JobProgress("a", 1, 1, 9), [bytes(most)])
         await eventually(lambda: any(len(parts) == 1 for _, _, parts in heard))
-        one.send(Progress("a", 1, 2, 9), [bytes(most + 1)])
+        one.send(JobProgress("a", 1, 2, 9), [bytes(most + 1)])
         await asyncio.sleep(0.5)
-        one.send(Progress("a", 1, 3, 9))
-        await eventually(lambda: ("w", Progress("a", 1, 3, 9), []) in heard)
-        assert not [said for _, said, _ in heard if said == Progress("a", 1, 2, 9)]
+        one.send(JobProgress("a", 1, 3, 9))
+        await eventually(lambda: ("w", JobProgress("a", 1, 3, 9), []) in heard)
+        assert not [said for _, said, _ in heard if said == JobProgress("a", 1, 2, 9)]
         assert front.send("w", Cancel("x"))
         assert (await asyncio.to_thread(one.inbox.get, True, 5))[0] == Cancel("x")
         one.close()
@@ -210,9 +210,11 @@ def test_by_tcp_and_by_unix_socket_beside_each_other() -> None:
             assert front.send(name, Job(id=name, attempt=1, request=request), [big.data])
             _, parts = await asyncio.to_thread(one.inbox.get, True, 5)
             assert bytes(parts[0]) == big.tobytes()
-            one.send(Progress(name, 1, 2, 3), [b"p"])
+            one.send(JobProgress(name, 1, 2, 3), [b"p"])
         for name, one in (("near", near), ("far", far)):
-            await eventually(partial(heard.__contains__, (name, Progress(name, 1, 2, 3), [b"p"])))
+            await eventually(
+                partial(heard.__contains__, (name, JobProgress(name, 1, 2, 3), [b"p"]))
+            )
             one.close()
         front.close()
 
