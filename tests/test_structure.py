@@ -17,6 +17,8 @@ ROOMS: list[str] = STRUCTURE["rooms"]()
 SOURCES: dict[str, str] = STRUCTURE["read_sources"]()
 IMPORTS: list[tuple[str, int, str]] = STRUCTURE["all_imports"](SOURCES)
 DOCUMENT = ROOT / "docs" / "structure.md"
+DETAILS = sorted((ROOT / "docs" / "explanation").glob("*.md"))
+WORDS = 1800  # ten minutes' reading
 SHARED_NAMES = 6  # names of classes that two or more files define
 FILE = re.compile(r"`((?:\w[\w.-]*/)*\w[\w-]*\.(?:py|js|css|html|json)|(?:\w[\w.-]*/)+)`")
 

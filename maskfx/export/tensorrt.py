@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from maskfx.errors import CompileError, InputError, MissingRequest
 from maskfx.export.manifest import read_manifest, write_manifest
 from maskfx.export.profiles import Range, ShapeProfile
+from maskfx.ir.json_values import Document
 
 if TYPE_CHECKING:
     import tensorrt_rtx
@@ -49,11 +50,7 @@ def replace_by_engines(folder: Path, ranges: Mapping[str, Range]) -> None:
 
 
 def build_engine(
-    onnx: Path,
-    graph: Mapping[str, Any],
-    profile: ShapeProfile,
-    engine: Path,
-    level: int | None = None,
+    onnx: Path, graph: Document, profile: ShapeProfile, engine: Path, level: int | None = None
 ) -> None:
     """Build an engine for an ONNX graph.
 
@@ -101,7 +98,7 @@ def allow_decomposition(trt: ModuleType, network: tensorrt_rtx.INetworkDefinitio
 def shapes_of(
     builder: tensorrt_rtx.Builder,
     network: tensorrt_rtx.INetworkDefinition,
-    graph: Mapping[str, Any],
+    graph: Document,
     profile: ShapeProfile,
 ) -> tensorrt_rtx.IOptimizationProfile:
     """Return TensorRT's profile: the least, usual and greatest shape of each input."""

@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from maskfx.errors import InputError, MissingRequest
 from maskfx.export.manifest import read_manifest, write_manifest
 from maskfx.export.profiles import Range, ShapeProfile
+from maskfx.ir.json_values import Document
 
 if TYPE_CHECKING:
     import torch_tensorrt
@@ -56,7 +57,7 @@ def replace_by_compiled(folder: Path, ranges: Mapping[str, Range]) -> None:
 
 def write_compiled(
     program: ExportedProgram,
-    graph: Mapping[str, Any],
+    graph: Document,
     profile: ShapeProfile,
     path: Path,
     format: str = "pt2",
@@ -97,9 +98,7 @@ def check_settings(compiles: Callable[..., object], settings: Mapping[str, objec
         raise InputError(f"torch_tensorrt: it has no settings {unknown}; it has {known}")
 
 
-def input_of(
-    package: ModuleType, profile: ShapeProfile, value: Mapping[str, Any]
-) -> torch_tensorrt.Input:
+def input_of(package: ModuleType, profile: ShapeProfile, value: Document) -> torch_tensorrt.Input:
     """Return an input's ranges and type as Torch-TensorRT takes them."""
     least, usual, most = profile.shapes(value["dims"])
     dtype, name = getattr(torch, value["dtype"]), value["name"]

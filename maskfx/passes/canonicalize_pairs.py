@@ -256,7 +256,7 @@ def spelled(spell: Speller, found: ScoreWeights, values: fx.Node) -> fx.Node | N
     return out
 
 
-def other_of(spell: Speller, step: ScoreStep) -> Any:
+def other_of(spell: Speller, step: ScoreStep) -> object:
     """Return what a step is done with, its axes those of the weights."""
     if step.value is None:
         return step.number

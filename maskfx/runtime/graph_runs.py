@@ -105,7 +105,7 @@ class GraphRuns:
         with adapted([(1, batch.inside)]):
             return self._run(batch)
 
-    def _run(self, batch: GraphBatch) -> Any:
+    def _run(self, batch: GraphBatch) -> object:
         if batch.frame.by_stretch:
             fetch = self._watched(self._timed(batch.frame.fetch(batch.members)))
             result = self.by_stretch.run(batch.program, batch.frame, batch.members, fetch)
@@ -173,7 +173,7 @@ class GraphRuns:
 
     def _replayed(
         self, batch: GraphBatch, packed: frozenset[str], loading: StagedRows | None = None
-    ) -> Any:
+    ) -> object:
         """Run a graph from a capture, with rows that are at hand; None if it isn't captured."""
         make = partial(self._runner, batch, packed, pieces=False)
         return self.replays.whole(batch.program, make, batch.frame, batch.members, loading)
@@ -182,7 +182,7 @@ class GraphRuns:
 
     def _run_graph(
         self, batch: GraphBatch, packed: frozenset[str], loading: StagedRows | None
-    ) -> Any:
+    ) -> object:
         """Run a graph, with inputs fetched when it reads them."""
         frame, members = batch.frame, batch.members
         runner = self._runner(batch, packed)

@@ -73,7 +73,7 @@ class Replays:
         frame: Frame,
         members: Sequence[Member],
         loading: StagedRows | None,
-    ) -> Any:
+    ) -> object:
         """Run the graph of a replayed program from a capture; return None if it isn't captured."""
         steps = self._steps_on(frame.device)
         if steps is None:

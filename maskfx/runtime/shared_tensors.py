@@ -226,7 +226,7 @@ def packed(value: object, reference: Reference) -> PackedMessage:
     return PackedMessage(pack(value, partial(ReferringPickler, reference)))
 
 
-def unpacked(message: PackedMessage, received: Callable[..., Tensor]) -> Any:
+def unpacked(message: PackedMessage, received: Callable[..., Tensor]) -> object:
     try:
         return ReferringUnpickler(message.parts, received).load()
     except Exception as error:

@@ -100,7 +100,7 @@ def test_the_ratio_is_the_median_of_the_rounds(monkeypatch: pytest.MonkeyPatch):
     """A slow round of one side alone changes neither a median nor the ratio."""
     steps = iter([9.0, 9.0, 4.0, 1.0, 90.0, 1.0, 6.0, 2.0])  # warm-up, then dense and edit in turn
     pixels = np.zeros((1, 1, 3), np.uint8)
-    monkeypatch.setattr(demo, "timed", lambda pipe, call: demo.Result(pixels, 1.0, next(steps)))
+    monkeypatch.setattr(demo, "timed", lambda pipe, call: demo.DemoResult(pixels, 1.0, next(steps)))
     pipe: Any = SimpleNamespace(components={})
     dense, edited, faster = demo.compared(pipe, pipe, {})
     assert (dense.step, edited.step, faster) == (6.0, 1.0, 4.0)

@@ -73,7 +73,7 @@ def allowed(mask: Bools, ever: Bools, always: Bools) -> bool:
 
 
 def check_regions(
-    manifest: Mapping[str, Any],
+    manifest: Document,
     layout: HostLayout,
     mask: Bools,
     chosen: Mapping[int, Bools],
@@ -115,9 +115,7 @@ def check_regions(
     return regions
 
 
-def read_taps(
-    manifest: Mapping[str, Any], layout: HostLayout, region: int
-) -> tuple[set[str], set[str]]:
+def read_taps(manifest: Document, layout: HostLayout, region: int) -> tuple[set[str], set[str]]:
     """Return the taps that a region loads to project no keys, and those to project all keys."""
     keys: set[str] = set()
     inputs: set[str] = set()

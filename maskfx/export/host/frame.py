@@ -1,4 +1,4 @@
-"""HostFrame: makes the inputs of a graph for one batch of calls, from a manifest."""
+"""Frame: makes the inputs of a graph for one batch of calls, from a manifest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from maskfx.export.host.arrays import Array, Index, converted, dtype_of
+from maskfx.export.host.arrays import Array, DType, Index, converted, dtype_of
 from maskfx.export.host.layout import HostLane
 from maskfx.export.host.recording import Recording, rest_stats, rest_sum, rows_at
 from maskfx.export.host.rows import gathered
@@ -44,7 +44,7 @@ class HostFrame:
         members: the calls of the batch.
     """
 
-    manifest: Mapping[str, Any]
+    manifest: Document
     members: Sequence[HostMember]
     _stats: dict[tuple[tuple[str, ...], int], Array] = field(default_factory=dict)
 
@@ -189,7 +189,7 @@ def added(mask: Array, dtype: DType) -> Array:
     return converted(mask, dtype)
 
 
-MAKERS: dict[str, Callable[[HostFrame, Source, str], Array]] = {
+MAKERS: dict[str, Callable[[HostFrame, Document, str], Array]] = {
     "given": HostFrame._given,
     "owner": lambda frame, source, _: frame.tables.owners(source["segments"]),
     "rest_owner": lambda frame, source, _: frame.tables.rest_owners(source["segments"]),

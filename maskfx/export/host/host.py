@@ -138,9 +138,7 @@ class Host:
             for n, call in enumerate(calls)
         ]
 
-    def _checked(
-        self, graph: str, described: Mapping[str, Any], value: object, frame: HostFrame
-    ) -> Array:
+    def _checked(self, graph: str, described: Document, value: object, frame: HostFrame) -> Array:
         """Return a graph's output; raise InputError if its shape isn't that of this batch."""
         found, table = np.asarray(value), self.manifest["dimensions"]
         wanted = [

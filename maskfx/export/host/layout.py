@@ -114,7 +114,7 @@ class HostLane:
     dims: tuple[tuple[Axis, ...], ...]
 
     @staticmethod
-    def read(document: Sequence[Sequence[Mapping[str, Any]]]) -> HostLane:
+    def read(document: Sequence[Sequence[Document]]) -> HostLane:
         return HostLane(tuple(tuple(Axis(**tupled(axis)) for axis in dim) for dim in document))
 
     @cached_property
@@ -163,7 +163,7 @@ class HostLayout:
     windows: dict[str, HostWindow]
 
     @staticmethod
-    def read(manifest: Mapping[str, Any]) -> HostLayout:
+    def read(manifest: Document) -> HostLayout:
         return HostLayout(
             tuple(HostLevel(**tupled(level)) for level in manifest["levels"]),
             {name: Segment(**segment) for name, segment in manifest["segments"].items()},

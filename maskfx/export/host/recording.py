@@ -158,7 +158,7 @@ class Recording:
     weights: str = ""
     rows: dict[str, Rows] = field(default_factory=dict)
     stats: dict[StatsKey, HostSiteStats] = field(default_factory=dict)
-    constants: list[Any] = field(default_factory=list)
+    constants: list[object] = field(default_factory=list)
     masks: tuple[Bools, Bools] | None = None
 
     def served_by(self, first: Recording, second: Recording, weight: float) -> Recording:

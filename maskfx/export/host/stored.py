@@ -26,6 +26,7 @@ from maskfx.export.host.recording import (
     Subset,
     all_rows,
 )
+from maskfx.ir.json_values import Document
 
 MAGIC, VERSION = b"maskfx\r\n", 1
 HEADER = struct.Struct("<8sI32sQ16s")  # magic, version, key digest, length, XXH3-128
@@ -151,7 +152,7 @@ class _HostReader:
             (masks[0], masks[1]) if masks else None,
         )
 
-    def stats(self, ref: Mapping[str, Any]) -> HostSiteStats:
+    def stats(self, ref: Document) -> HostSiteStats:
         total, centre, size = (self.tensor(ref[part]) for part in ("total", "centre", "size"))
         return HostSiteStats(self.rows(ref["values"]), total, centre, size)
 
@@ -160,7 +161,7 @@ class _HostReader:
         rows = self._rows(ref)
         return Subset(rows, self.tensor(ref["sites"])) if "sites" in ref else rows
 
-    def _rows(self, ref: Mapping[str, Any]) -> Array | HostPacked:
+    def _rows(self, ref: Document) -> Array | HostPacked:
         shape, dtype, stored = ref["shape"], dtype_of(ref["dtype"]), self.raw(ref["at"])
         if ref["format"] == "keep":
             return stored.view(dtype).reshape(shape)

@@ -189,7 +189,7 @@ class WholeSteps:
         shared = (kept.pool for key, kept in self._kept.items() if key.stream == stream)
         return next(shared, None) or self.recorder.pool()
 
-    def _captured(self, graph: WholeGraph, step: StepInputs, pool: Any) -> CapturedStep[Any]:
+    def _captured(self, graph: WholeGraph, step: StepInputs, pool: object) -> CapturedStep[object]:
         run, memory = graph.make(), step.memory()
         with holding() as held:
             results, replay = self.recorder.capture(lambda: list(run(memory.fetch())), pool)
