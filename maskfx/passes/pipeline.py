@@ -12,6 +12,7 @@ from maskfx.errors import CompileError
 from maskfx.passes.cancel_round_trips import cancel_round_trips
 from maskfx.passes.canonicalize_attention import canonicalize_attention
 from maskfx.passes.canonicalize_composites import canonicalize_composites
+from maskfx.passes.canonicalize_convolutions import canonicalize_convolutions
 from maskfx.passes.canonicalize_einsum import canonicalize_einsum
 from maskfx.passes.canonicalize_joins import canonicalize_joins
 from maskfx.passes.canonicalize_narrows import canonicalize_narrows
@@ -92,6 +93,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(inline_regions, gives=_facts(Fact.FLAT)),
     Pass(drop_guards, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_GUARDS)),
     Pass(canonicalize_composites, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_convolutions, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_einsum, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_joins, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_narrows, needs=_facts(Fact.FLAT)),

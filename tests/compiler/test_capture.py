@@ -210,6 +210,8 @@ def test_channels_of_a_video_are_found_by_number_or_by_positions() -> None:
     assert found(1, 5, 8, 8, 3, channels=3) == ("batch", "frames", "y", "x", "")
     assert found(1, 5, 8, 12, 33, places=(5, 4, 6)) == ("batch", "frames", "y", "x", "")
     assert found(1, 1, 8, 12, 33) == ("batch", "", "y", "x", "")
+    assert found(1, 3, 4, 1, 8, 8) == ("batch", "frames", "", "", "y", "x")  # several pictures
+    assert found(1, 20, 4, 1, 2, 2) == ("batch", "tokens", "", "", "", "")  # patches
 
 
 def test_one_frame_is_a_picture_whatever_roles_say() -> None:

@@ -266,7 +266,7 @@ def add_videos() -> None:
             "mlp_ratio": 2.0,
             "text_embed_dim": CROSS,
             "adaln_lora_dim": 8,
-            "max_size": (4, 32, 32),
+            "max_size": (4, 64, 64),
             "concat_padding_mask": False,
             "extra_pos_embed_type": "learnable",
         },

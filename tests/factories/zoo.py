@@ -605,7 +605,7 @@ SD3: dict[str, Any] = {
     "joint_attention_dim": CROSS,
     "caption_projection_dim": 32,
     "pooled_projection_dim": POOLED,
-    "pos_embed_max_size": 12,
+    "pos_embed_max_size": 32,
 }
 PIXART: dict[str, Any] = {
     **HEADS,
@@ -639,7 +639,7 @@ AURA: dict[str, Any] = {
     "joint_attention_dim": CROSS,
     "caption_projection_dim": 32,
     "out_channels": 4,
-    "pos_embed_max_size": 144,
+    "pos_embed_max_size": 1024,
 }
 SANA: dict[str, Any] = {
     **HEADS,
@@ -1048,7 +1048,7 @@ def glm_extra(draw: Draw, size: Size) -> dict[str, Any]:
 LUMINA2: dict[str, Any] = {
     "sample_size": 16, "in_channels": 4, "hidden_size": 32, "num_layers": 2,
     "num_refiner_layers": 1, "num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 16,
-    "axes_dim_rope": (4, 6, 6), "axes_lens": (32, 16, 16), "cap_feat_dim": CROSS,
+    "axes_dim_rope": (4, 6, 6), "axes_lens": (128, 32, 32), "cap_feat_dim": CROSS,
 }
 Z_IMAGE: dict[str, Any] = {
     "in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2,
@@ -1062,7 +1062,8 @@ def lumina_inputs(size: Size, seed: int) -> dict[str, Any]:
 
     arguments = latent_inputs(size, seed, time_kind="unit", text_mask="encoder_mask")
     arguments["encoder_mask"] = arguments["encoder_mask"].long()
-    arguments["image_rotary_emb"] = get_2d_rotary_pos_embed_lumina(16, 24, 24)
+    sides = max(24, size.height // 2), max(24, size.width // 2)
+    arguments["image_rotary_emb"] = get_2d_rotary_pos_embed_lumina(16, *sides)
     arguments["cross_attention_kwargs"] = {}  # None is the default, but its blocks unpack it
     return arguments
 
@@ -1223,7 +1224,7 @@ def add_other_latent() -> None:
         text_first=True)
     cogview: dict[str, Any] = {
         **HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2, "text_embed_dim": CROSS,
-        "time_embed_dim": 16, "condition_dim": 8, "pos_embed_max_size": 12, "sample_size": 16,
+        "time_embed_dim": 16, "condition_dim": 8, "pos_embed_max_size": 32, "sample_size": 16,
     }
     add("CogView3PlusTransformer2DModel", partial(latent_inputs, extra=image_sizes), cogview,
         text_first=True)
@@ -1236,7 +1237,7 @@ def add_other_latent() -> None:
         "in_channels": 4, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1,
         "intermediate_size": 48, "num_layers": 2, "pad_token_id": 0, "vocab_size": 50,
         "rope_scaling": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
-        "pos_embed_max_size": 16, "time_step_dim": 16,
+        "pos_embed_max_size": 32, "time_step_dim": 16,
     }
     add("OmniGenTransformer2DModel", omnigen_inputs, omnigen, text_first=True)
     add("OmniGenTransformer2DModel-picture", partial(omnigen_inputs, picture=True), omnigen,
@@ -1296,7 +1297,7 @@ def add_other_latent() -> None:
     add("WanTransformer3DModel-image", one_frame, wan)
     add("CosmosTransformer3DModel-image", one_frame,
         {**HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2, "mlp_ratio": 2.0,
-         "text_embed_dim": CROSS, "adaln_lora_dim": 8, "max_size": (4, 32, 32),
+         "text_embed_dim": CROSS, "adaln_lora_dim": 8, "max_size": (4, 64, 64),
          "concat_padding_mask": False,  # resizing that mask takes torchvision
          "extra_pos_embed_type": "learnable"})
     add("HunyuanVideoTransformer3DModel-image",
@@ -1421,4 +1422,6 @@ def main(arguments: list[str]) -> int:
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 
-import tests.factories.videos  # noqa: E402, F401  its cases belong to the zoo, and read this file
+# their cases belong to the zoo, and they read this file
+import tests.factories.more_denoisers  # noqa: E402
+import tests.factories.videos  # noqa: E402, F401

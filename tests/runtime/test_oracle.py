@@ -112,8 +112,12 @@ def sites_of(mask: Tensor, value: Tensor) -> Tensor:
             return mask[..., None].expand_as(value)
         return (mask if value.shape[2] == len(mask) else mask[:, None]).expand_as(value)
     if value.ndim == 3:
-        patch = math.isqrt(mask.numel() // value.shape[1])
-        return pooled(mask, patch).view(1, -1, 1).expand_as(value)
+        patch = math.ceil(math.sqrt(mask.numel() / value.shape[1]))
+        inside = pooled(mask, patch).flatten()
+        texts = inside.new_ones(
+            value.shape[1] - len(inside)
+        )  # behind the picture, computed in full
+        return torch.cat([inside, texts]).view(1, -1, 1).expand_as(value)
     channels_last = value.ndim == 5 and value.shape[2:4] == mask.shape
     height, width = value.shape[2:4] if channels_last else value.shape[-2:]
     while mask.shape != (height, width):  # every level halves the one before

@@ -158,6 +158,8 @@ def picture_sizes(
                 roles = ("batch", "tokens", "")
             case 4:
                 roles = ("batch", "", "y", "x")
+            case 6 if value.shape[1] > value.shape[4] * value.shape[5]:  # patches
+                roles = ("batch", "tokens", "", "", "", "")
             case 6:  # several videos or pictures
                 roles = ("batch", "frames", "", "", "y", "x")
             case n:
