@@ -15,9 +15,10 @@ from maskfx import ops
 from maskfx.compiler import lower_sums
 from maskfx.compiler.build_program import recording_twin, taps_of
 from maskfx.compiler.lowering import RULES, Lowering, Node, Operands, aten, rule
+from maskfx.ir.lanes import is_image
 from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import Program
-from maskfx.ir.sources import Pairs, PairTable, Rest, RestSpans
+from maskfx.ir.sources import Lines, Pairs, PairTable, Rest, RestSpans
 
 __all__ = ["RULES", "lower", "lower_sums"]
 
@@ -109,9 +110,17 @@ def group_scale(low: Lowering, given: Operands) -> Node:
         call(aten.div.Tensor, spread, total),
         call(aten.mul.Tensor, share, call(aten.add.Tensor, within, between)),
     )
-    scale = call(aten.rsqrt.default, call(aten.add.Scalar, variance, given["eps"]))
     merged = call(aten.add.Tensor, rest_mean, call(aten.mul.Tensor, share, delta))
-    shift = call(aten.neg.default, call(aten.mul.Tensor, merged, scale))
+    return by_channel(low, given, merged, variance, groups, size)
+
+
+def by_channel(
+    low: Lowering, given: Operands, mean: Node, variance: Node, groups: int, size: Node | int
+) -> Node:
+    """Return scale and shift of each channel, of which a group has `size`."""
+    call = low.call
+    scale = call(aten.rsqrt.default, call(aten.add.Scalar, variance, given["eps"]))
+    shift = call(aten.neg.default, call(aten.mul.Tensor, mean, scale))
     scale, shift = (
         call(aten.expand.default, call(aten.unsqueeze.default, half, 2), [-1, -1, size])
         for half in (scale, shift)
@@ -123,6 +132,37 @@ def group_scale(low: Lowering, given: Operands) -> Node:
         shift = call(aten.add.Tensor, shift, by_group(low, given["bias"], groups))
     halves = [call(aten.flatten.using_ints, half, 1) for half in (scale, shift)]
     return call(aten.stack.default, halves, 1)
+
+
+@rule(ops.site_moments)
+def site_moments(low: Lowering, given: Operands) -> Node:
+    call = low.call
+    rows = call(aten.to.dtype, low.new(given["rows"]), low.wide)
+    grouped = call(aten.unflatten.int, rows, 1, [given["groups"], -1])
+    mean = call(aten.mean.dim, grouped, [2], True)
+    around = call(aten.sub.Tensor, grouped, mean)
+    variance = call(aten.mean.dim, call(aten.mul.Tensor, around, around), [2], True)
+    return call(aten.cat.default, [mean, variance], 2)
+
+
+@rule(ops.line_scale)
+def line_scale(low: Lowering, given: Operands) -> Node:
+    """Merge the moments of the rows of each line, and of its cached rows."""
+    call, source = low.call, low.source(given["owner"])
+    assert isinstance(source, Lines)
+    parts = [low.new(given["moments"]), low.new(given["rest"])]
+    every = call(aten.cat.default, [call(aten.to.dtype, part, low.wide) for part in parts])
+    lines = call(aten.cat.default, [low.new(given["owner"]), low.new(given["rest_owner"])])
+    numbers = low.lines("numbers", source.segments, source.axis)
+    members = low.members(lines, numbers=numbers)
+    count = call(aten.clamp.default, call(aten.sum.dim_IntList, members, [1], True), 1.0)
+    mean, variance = (call(aten.select.int, every, 2, i) for i in (0, 1))
+    middle = call(aten.div.Tensor, call(aten.mm.default, members, mean), count)
+    around = call(aten.sub.Tensor, mean, call(aten.index_select.default, middle, 0, lines))
+    each = call(aten.add.Tensor, variance, call(aten.mul.Tensor, around, around))
+    spread = call(aten.div.Tensor, call(aten.mm.default, members, each), count)
+    groups = given["moments"].args[1]
+    return by_channel(low, given, middle, spread, groups, given["channels"] // groups)
 
 
 def by_group(low: Lowering, weight: Node, groups: int) -> Node:
@@ -137,8 +177,8 @@ def attend(low: Lowering, given: Operands) -> Node:
     q, k, v = (low.new(given[name]) for name in ("q", "k", "v"))
     queries, keys = low.owner(given["q_spans"]), low.owner(given["k_spans"])
     loaded = low.source(given["rest_spans"])
-    assert isinstance(loaded, RestSpans)
-    if loaded.segments:
+    assert isinstance(loaded, RestSpans | Lines)
+    if any(map(is_image, loaded.segments)):
         k = call(aten.cat.default, [k, low.new(given["rest_k"])])
         v = call(aten.cat.default, [v, low.new(given["rest_v"])])
         keys = call(aten.cat.default, [keys, low.owner(given["rest_spans"])])

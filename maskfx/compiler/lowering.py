@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from maskfx.errors import CompileError
 from maskfx.ir.program import Program
-from maskfx.ir.sources import Owner, Pairs, Requests, RestOwner, RestSpans, Source, Spans
+from maskfx.ir.sources import Lines, Owner, Pairs, Requests, RestOwner, RestSpans, Source, Spans
 
 aten = torch.ops.aten
 Node = fx.Node
@@ -96,16 +96,23 @@ class Lowering:
                 return self.input(f"owner_{slug(segments)}", Owner(segments))
             case RestSpans(segments):
                 return self.input(f"rest_owner_{slug(segments)}", RestOwner(segments))
+            case Lines(part, segments, axis):
+                return self.lines(part.replace("spans", "sorted_owner"), segments, axis)
         raise CompileError(f"lower: {spans} is an input without rows")
 
-    def members(self, owner: Node, like: Node | None = None) -> Node:
+    def lines(self, part: str, segments: tuple[str, ...], axis: str) -> Node:
+        """Return a table of lines."""
+        return self.input(f"lines_{part}_{axis}_{slug(segments)}", Lines(part, segments, axis))
+
+    def members(self, owner: Node, like: Node | None = None, numbers: Node | None = None) -> Node:
         """Return (requests, rows): 1 where a row belongs to the request, else 0.
 
         Args:
             owner: the request of each row.
             like: a value of the result's dtype; by default sums over sites are made with it.
+            numbers: the numbers of the requests, or of what `owner` holds in their place.
         """
-        numbers = self.input("requests", Requests())
+        numbers = self.input("requests", Requests()) if numbers is None else numbers
         pairs = self.call(
             aten.eq.Tensor,
             self.call(aten.unsqueeze.default, numbers, 1),

@@ -26,7 +26,6 @@ from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts, compiled_graphs, outputs_of
 from maskfx.ir.lanes import module_path, shape_hint
 from maskfx.ir.program import Program
-from maskfx.ir.sources import Lines
 
 PARTS = {
     "masked": ("edit", "side_request", "side_dense"),
@@ -79,11 +78,7 @@ def picks_of(compilation: Compilation) -> list[fx.Node]:
     program = compilation.program
     if program is None:
         return []
-    lines = {n for n, source in program.interface.inputs.items() if isinstance(source, Lines)}
-    nodes: list[fx.Node] = list(program.module.graph.nodes)
-    return [
-        n for n in nodes if n.target in PICKS or lines & {str(m.target) for m in n.all_input_nodes}
-    ]
+    return [node for node in program.module.graph.nodes if node.target in PICKS]
 
 
 def lowered(compilation: Compilation) -> Compilation:
@@ -100,9 +95,8 @@ def check_exportable(compilation: Compilation, part: str) -> None:
     if part != "dense" and picks:
         path = module_path(picks[0]) or picks[0].name
         raise InputError(
-            f"export: {path} sends each row to experts, picks text tokens by a mask, or works "
-            "along the rows, columns or frames of the picture, which no format has operators "
-            'for yet; export part="dense", or run the denoiser here'
+            f"export: {path} sends each row to experts, or picks text tokens by a mask, which "
+            'no format has operators for yet; export part="dense", or run the denoiser here'
         )
     for index, (leaf, node) in enumerate(zip(capture.leaves, arguments_of(capture), strict=True)):
         free = not leaf.tensor and index not in capture.constants

@@ -72,7 +72,7 @@ def broken_references(document: Document) -> Iterator[tuple[str, str]]:
     for name, segment in document["segments"].items():
         if segment["kind"] == "grid" and segment["level"] >= levels:
             yield f"manifest.segments.{name}", f"there is no level {segment['level']}"
-        if segment["kind"] == "fill" and segment["of"] not in document["segments"]:
+        if segment["kind"] in ("fill", "each") and segment["of"] not in document["segments"]:
             yield f"manifest.segments.{name}", f"there is no segment {segment['of']}"
     for name, window in document["windows"].items():
         if max(window["source"], window["target"]) >= levels:

@@ -141,6 +141,9 @@ class ShapeProfile:
                 return sum(least for least, _ in ends), sum(most for _, most in ends)
             case "keys":
                 return few * sum(map(small.count, segments)), every
+            case "lines":
+                (name,), axis = dimension["segments"], dimension["axis"]
+                return few * small.numbered(name, axis)[1], many * large.numbered(name, axis)[1]
             case "halo":
                 window = self.layout.windows[dimension["window"]]
                 return 0, many * large.frames * prod(large.grid(window.source))

@@ -35,6 +35,7 @@ from maskfx.ir.lanes import (
     fixed_count,
     grid_level,
     is_image,
+    of_each,
     segment_region,
 )
 from maskfx.ir.program import Tap
@@ -60,6 +61,7 @@ from maskfx.ir.sources import (
     Given,
     Halo,
     Kept,
+    Lines,
     Loaded,
     Neighbours,
     Owner,
@@ -172,6 +174,9 @@ class ValueTables:
                 return {"kind": "parents", "source": coarse, "target": fine}
             case Subsites(coarse, fine, patch):
                 return {"kind": "subsites", "coarse": coarse, "fine": fine, "patch": patch}
+            case Lines(part, segments, axis):
+                lines = {"part": part, "segments": names(segments), "axis": axis}
+                return {"kind": "lines", **lines}
             case Halo(tap, window):
                 return {"kind": "halo", "tap": tap, "window": self.window(window)}
             case Rest(tap, segments):
@@ -260,7 +265,10 @@ class ValueTables:
                 name = f"pairs_{slug(queries)}_{slug(keys)}_{heads}"
                 axes = {"queries": self.names(queries), "keys": self.names(keys), "heads": heads}
                 return self.dimension(name, kind="pairs", **axes)
-            case KeptRows() | LineCount():
+            case LineCount(segments, axis):
+                what = {"segments": self.names(segments), "axis": axis}
+                return self.dimension(f"lines_{axis}_{slug(segments)}", kind="lines", **what)
+            case KeptRows():
                 raise AssertionError("no format has operators for such a program yet")
             case Ranks():
                 raise AssertionError("a twin for adapters isn't exported")
@@ -311,6 +319,10 @@ class ValueTables:
         if filling is not None:
             self.names([filling[1]])
             return {"kind": "fill", "multiple": filling[0], "of": filling[1]}
+        each = of_each(name)
+        if each is not None:
+            self.names([each[1]])
+            return {"kind": "each", "count": each[0], "of": each[1]}
         if level is not None:
             return {"kind": "grid", "level": level}
         if fixed is not None:

@@ -148,10 +148,14 @@ def sizes_of(
             return (Rows(row_set(source)),)
         case Neighbours(window) | Weights(window):
             return Rows(row_set(source)), window.places
-        case RestOwner(segments) | Lines("rest_order" | "rest_owner", segments):
+        case RestOwner(segments) | Lines(
+            "rest_order" | "rest_owner" | "rest_sorted_owner", segments
+        ):
             return (RestRows(segments),)
-        case Lines("order" | "back" | "owner", segments):
+        case Lines("order" | "back" | "owner" | "sorted_owner", segments):
             return (Rows(segments),)
+        case Lines("numbers", segments, axis):
+            return (LineCount(segments, axis),)
         case Lines(_, segments, axis):
             return LineCount(segments, axis), 2
         case Requests():

@@ -87,8 +87,9 @@ class Lines:
 
     `part` is "spans", (lines, 2): start and stop of each line's rows, one request after another;
     "order": the row at each place if they lie line by line; "back": the place of each row there;
-    "owner": the line of each row. "rest_spans", "rest_order" and "rest_owner" are those of the
-    cached rows of the rest.
+    "owner": the line of each row, "sorted_owner" of each place; "numbers": those of the lines, from
+    0. "rest_spans", "rest_order", "rest_owner" and "rest_sorted_owner" are those of the cached rows
+    of the rest.
     """
 
     part: str

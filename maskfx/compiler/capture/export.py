@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
 from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from maskfx.compiler.capture.branches import (
     PlainRun,
@@ -255,9 +256,21 @@ def export(
         equal_sizes(module, leaves),
     ):
         program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
+        free_multiples(program)
         if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
             program = program.run_decompositions({})
     return program
+
+
+def free_multiples(program: torch.export.ExportedProgram) -> None:
+    """Let a size that is a multiple of another be as small as one of it makes it.
+
+    A size counts as two or more while it is traced, which is checked for multiples of it alone.
+    """
+    ranges = program.range_constraints
+    for size, own in ranges.items():
+        if not size.is_Symbol:
+            ranges[size] = ValueRanges(0, own.upper)
 
 
 def nested(leaves: Sequence[object], spec: pytree.TreeSpec) -> Any:

@@ -185,5 +185,7 @@ def scaled_size(role: str, sizes: Mapping[str, int]) -> int:
     """Return the size of a dimension whose role is another's at some scale."""
     if role.startswith("tokens/"):
         return sizes.get("frames", 1) * sizes["y"] * sizes["x"] // int(role[7:])
+    if role == "batch*frames":  # an entry for each frame of each request
+        return sizes["batch"] * sizes["frames"]
     axis, sign, scale = role[0], role[1], int(role[2:])
     return -(-sizes[axis] // scale) if sign == "/" else sizes[axis] * scale

@@ -31,6 +31,9 @@ def dimension_size(dimension: Document, tables: BatchTables) -> int:
         case "loaded":
             cut = dimension["before"], dimension["after"]
             return sum(len(sites.missing(*cut)) for sites in tables.each())
+        case "lines":
+            (name,), axis = dimension["segments"], dimension["axis"]
+            return sum(sites.numbered(name, axis)[1] for sites in tables.each())
         case "pairs":
             return sum(pairs_of(dimension, sites) for sites in tables.each())
     raise InputError(f"a dimension of kind {dimension['kind']!r} has no size in a batch")

@@ -73,7 +73,8 @@ class Segment:
     """A part of a row set. Of "grid" and "tokens" a mask selects sites, of others it selects all.
 
     Only the members of its kind are set: the level of a grid, the region of tokens, the role of
-    texts, the count of a fixed segment, multiple and name of the segment that one fills up.
+    texts, the count of a fixed segment, multiple and name of the segment that one fills up, or the
+    number of frames and the name of the segment whose rows each of them has.
     """
 
     kind: str

@@ -12,6 +12,7 @@ import numpy as np
 from maskfx.export.host.arrays import Bools, Index
 from maskfx.export.host.layout import HostLayout, Size
 from maskfx.ir.grids import Floats, full_window, mask_at, window_weights
+from maskfx.ir.lines import Numbered, line_count, lines_of, lines_of_each
 
 Place = tuple[int | None, int]  # a level (None: packed tokens), and a region
 
@@ -69,6 +70,8 @@ class Sites:
                 return self.frames * height * width
             case "fixed":
                 return segment.count
+            case "each":
+                return segment.count * self.count(segment.of)
             case "fill":
                 return -self.count(segment.of) % segment.multiple
             case "tokens":
@@ -137,6 +140,15 @@ class Sites:
             out.append(pick(name) + base)
             base += self.count(name)
         return np.concatenate(out)
+
+    def numbered(self, name: str, axis: str, rest: bool = False) -> Numbered:
+        """Return the line of each active site, or of each of the rest, and how many lines are."""
+        segment = self.layout.segments[name]
+        if segment.kind == "each":
+            return lines_of_each(segment.count, 0 if rest else self.count(segment.of))
+        grid = self.grid(segment.level)
+        index = self.rest(name) if rest else self.active(name)
+        return lines_of(axis, index, grid), line_count(axis, grid, self.frames)
 
     # Tables of one request.
 

@@ -13,6 +13,7 @@ import numpy as np
 from maskfx.export.host.arrays import Index
 from maskfx.export.host.sites import Sites
 from maskfx.ir.grids import Floats
+from maskfx.ir.lines import line_table
 
 
 class BatchTables:
@@ -74,6 +75,11 @@ class BatchTables:
                 out[request, 2 * column : 2 * column + 2] = start, start + count
                 start += count
         return out
+
+    def lines(self, part: str, segments: Sequence[str], axis: str) -> Index:
+        """Return a table of the lines of a picture or a video."""
+        rest = part.startswith("rest_")
+        return line_table(part, [sites.numbered(segments[0], axis, rest) for sites in self.each()])
 
     # Which rows a row is made from.
 

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
 from maskfx.compiler.source_dtypes import dtype_of
-from maskfx.ir.lanes import Batch, Lane, grid_level, is_image
+from maskfx.ir.lanes import Batch, Lane, is_image
 from maskfx.ir.program import Interface, Program, Tap
 from maskfx.ir.pyramid import Pyramid
 from maskfx.ir.source_sizes import (
@@ -53,7 +53,7 @@ from maskfx.ir.sources import (
 from maskfx.ops import wide
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
-from maskfx.runtime.batch.lines import line_count
+from maskfx.runtime.batch.lines import count_lines
 from maskfx.runtime.batch.rows import atom_size
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format, pack
 from maskfx.runtime.sites.active import ActiveSites
@@ -259,8 +259,7 @@ def number_of(size: Size, sites: ActiveSites, batch: int) -> int:
         case KeyRows(segments):
             return batch * whole(segments)
         case LineCount(segments, axis):
-            level = next(n for s in segments if (n := grid_level(s)) is not None)
-            return batch * line_count(axis, level, sites)
+            return batch * count_lines(segments, axis, sites)
         case HaloRows(window):
             return batch * len(sites.window(window)[1])
         case LoadedRows():

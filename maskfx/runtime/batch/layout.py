@@ -33,7 +33,7 @@ from maskfx.ir.sources import (
     Subsites,
     Weights,
 )
-from maskfx.runtime.batch.lines import line_table
+from maskfx.runtime.batch.lines import lines_table
 from maskfx.runtime.cache.places import RowPlaces
 from maskfx.runtime.sites.active import ActiveSites
 
@@ -172,7 +172,7 @@ class Layout:
                 return self._weights(window)
             case Lines():
                 pairs = zip(self.sites, self.batches, strict=True)
-                return line_table(source, [s for s, batch in pairs for _ in range(batch)])
+                return lines_table(source, [s for s, batch in pairs for _ in range(batch)])
             case Parents(source_level, target):
                 return self._offset(
                     [s.parents(source_level, target) for s in self.sites],
