@@ -190,7 +190,8 @@ class PipelineCall:
         """Return True if `image` is the image to edit.
 
         That image is encoded into latents; a control image may not be. Without an autoencoder the
-        run begins with its pixels, mixed with noise by `strength`.
+        run begins with its pixels, mixed with noise by `strength`. Latents that the caller passes
+        may replace those of the image, so the probe runs without them.
         """
         if self.state.accepts_mask:
             return True
@@ -200,8 +201,9 @@ class PipelineCall:
             return "strength" in self.state.parameters
 
         def probe() -> bool:
+            given = self.arguments.get("latents") is not None
             with encodings_of(self.pipe) as encodings:
-                self._first_inputs()
+                self._first_inputs(**({"latents": None} if given else {}))
             return bool(encodings)
 
         return self._probed("image", probe, unknown=False)

@@ -17,7 +17,9 @@ from PIL import Image
 from torch import Tensor
 
 import maskfx
+import tests.factories.edit_pipelines
 import tests.factories.late_pipelines  # noqa: F401  (cases register themselves)
+from maskfx.pipelines.call import PipelineCall
 from maskfx.pipelines.compile import pipeline_state_of
 from tests.factories.edit_pipelines import unconditional
 from tests.factories.pipelines import (
@@ -127,6 +129,20 @@ def test_without_a_scheduler_steps_are_told_apart_by_their_time(monkeypatch: Any
     pipe(other, generator=noise(0), mask_image=square(), num_inference_steps=6)
     assert "EditStep" in steps.kinds()
     assert "steps distinguished by their timestep" in maskfx.explain(pipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "edited"),
+    [("FluxImg2ImgPipeline", True), ("StableDiffusionControlNetPipeline", False)],
+)
+def test_latents_that_replace_the_pictures_leave_it_the_one_to_edit(name: str, edited: bool):
+    """With them the pipeline doesn't encode it; a control image is no picture to edit."""
+    pipe: Any = maskfx.compile(PIPES[name].build(), quality="all-steps")
+    given = {**call_of(PIPES[name]), "image": picture(), "latents": torch.randn(1, 4, 16, 16)}
+    if name.startswith("Flux"):
+        given["latents"] = torch.randn(1, 64, 16)
+    assert PipelineCall.bind(pipe, pipe._maskfx, (), given).accepts_image() is edited
+    assert not pipe._maskfx.notes
 
 
 def test_objects_that_a_denoiser_makes_are_its_own_runs():
