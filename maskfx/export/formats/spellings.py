@@ -32,6 +32,7 @@ def spell(program: ExportedProgram) -> None:
     spell_casts(graph)
     spell_outer_products(graph)
     spell_splits(graph)
+    spell_repeats(graph)
     name_results(program)
 
 
@@ -116,6 +117,28 @@ def spell_outer_products(graph: fx.Graph) -> None:
             made = graph.call_function(unsqueeze, (column, 1))
         made.meta["val"] = column.meta["val"].unsqueeze(1)
         node.target, node.args = aten.mul.Tensor, (made, node.args[1])
+
+
+def spell_repeats(graph: fx.Graph) -> None:
+    """Spell repeats by a size of the picture, which the translation to ONNX gets wrong.
+
+    Before  y = repeat_interleave(x, n, 0)                                      (x is [b, c])
+    After   y = reshape(expand(unsqueeze(x, 1), [-1, n, -1]), [-1, c])
+    Keeps   repeats of a fixed number.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.repeat_interleave.self_int):
+        value: Any = node.args[0]
+        times, axis = node.args[1], (list(node.args) + [None] * 3)[2]
+        rest = value.meta["val"].shape[1:]
+        if not isinstance(times, fx.Node) or axis != 0 or not all(type(n) is int for n in rest):
+            continue
+        with graph.inserting_before(node):
+            apart = graph.call_function(unsqueeze, (value, 1))
+            sizes: list[Number] = [-1, times, *[-1] * len(rest)]
+            wide = graph.call_function(aten.expand.default, (apart, sizes))
+        apart.meta["val"] = value.meta["val"].unsqueeze(1)
+        wide.meta["val"] = apart.meta["val"].expand([-1, times.meta["val"], *[-1] * len(rest)])
+        node.target, node.args, node.kwargs = aten.reshape.default, (wide, [-1, *rest]), {}
 
 
 def spell_splits(graph: fx.Graph) -> None:
