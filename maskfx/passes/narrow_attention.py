@@ -134,6 +134,8 @@ def by_frame(edit: Editor, node: fx.Node) -> None:
     operands, rest = [], []
     for value in node.args[1:3]:
         tokens, segments = token_rows(edit, value)  # type: ignore[arg-type]
+        if len(segments) != 1:
+            raise Unsupported(node, f"each frame attends to {segments}")
         each = Lane(((Tokens((each_segment(frames, segments[0]),)),),))
         width = [node_heads(need_lane(value)) // frames, node_shape(value)[-1]]  # type: ignore[arg-type]
         apart = edit.emit(aten.reshape.default, tokens, [-1, *width])

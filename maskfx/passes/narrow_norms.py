@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from maskfx.ir.lanes import Lane
 from maskfx.ir.sources import Rest, RestStats
+from maskfx.ops import wide
 from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name, ops
 from maskfx.passes.lane_rules.frames import is_by_frame
 from maskfx.passes.operators import NORMS, SOFTMAXES
@@ -78,7 +78,7 @@ def frame_scales(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane) -> tupl
     """Return scale and shift of each frame, and the frame of each row."""
     groups = argument(node, 1, "num_groups")
     moments = edit.emit(ops.site_moments, rows, groups)
-    tap = edit.tap(moments, lane.segments, [groups, 2], dtype=torch.float32)
+    tap = edit.tap(moments, lane.segments, [groups, 2], dtype=wide(node.meta["val"].dtype))
     rest = edit.input(f"rest_{tap}", Rest(tap, lane.segments))
     owner, others = (edit.lines(part, lane, "picture") for part in ("owner", "rest_owner"))
     frames = edit.emit(aten.sym_size.int, edit.lines("spans", lane, "picture"), 0)
