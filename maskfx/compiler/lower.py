@@ -153,7 +153,7 @@ def line_scale(low: Lowering, given: Operands) -> Node:
     parts = [low.new(given["moments"]), low.new(given["rest"])]
     every = call(aten.cat.default, [call(aten.to.dtype, part, low.wide) for part in parts])
     lines = call(aten.cat.default, [low.new(given["owner"]), low.new(given["rest_owner"])])
-    numbers = low.lines("numbers", source.segments, source.axis)
+    numbers = low.lines(replace(source, part="numbers"))
     members = low.members(lines, numbers=numbers)
     count = call(aten.clamp.default, call(aten.sum.dim_IntList, members, [1], True), 1.0)
     mean, variance = (call(aten.select.int, every, 2, i) for i in (0, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,13 +97,13 @@ class Lowering:
                 return self.input(f"owner_{slug(segments)}", Owner(segments))
             case RestSpans(segments):
                 return self.input(f"rest_owner_{slug(segments)}", RestOwner(segments))
-            case Lines(part, segments, axis):
-                return self.lines(part.replace("spans", "sorted_owner"), segments, axis)
+            case Lines(part) as source:
+                return self.lines(replace(source, part=part.replace("spans", "sorted_owner")))
         raise CompileError(f"lower: {spans} is an input without rows")
 
-    def lines(self, part: str, segments: tuple[str, ...], axis: str) -> Node:
+    def lines(self, source: Lines) -> Node:
         """Return a table of lines."""
-        return self.input(f"lines_{part}_{axis}_{slug(segments)}", Lines(part, segments, axis))
+        return self.input(f"lines_{source.part}_{source.axis}_{slug(source.segments)}", source)
 
     def members(self, owner: Node, like: Node | None = None, numbers: Node | None = None) -> Node:
         """Return (requests, rows): 1 where a row belongs to the request, else 0.

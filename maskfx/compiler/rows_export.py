@@ -96,7 +96,9 @@ def example_size(index: int, size: Size) -> int:
         case KeyRows(segments):
             images = tuple(filter(is_image, segments))
             return rows_of(segments) + (rest_of(images) if images else 0)
-        case HaloRows() | LoadedRows() | KeptRows() | PairEntries() | LineCount():
+        case HaloRows(window):
+            return 1000 + 7 * (sum(map(ord, window.name)) % 97)
+        case LoadedRows() | KeptRows() | PairEntries() | LineCount():
             return 1000 + 7 * index
         case PerRequest(times):
             return REQUESTS * times

@@ -174,9 +174,10 @@ class ValueTables:
                 return {"kind": "parents", "source": coarse, "target": fine}
             case Subsites(coarse, fine, patch):
                 return {"kind": "subsites", "coarse": coarse, "fine": fine, "patch": patch}
-            case Lines(part, segments, axis):
+            case Lines(part, segments, axis, window):
                 lines = {"part": part, "segments": names(segments), "axis": axis}
-                return {"kind": "lines", **lines}
+                read = {} if window is None else {"window": self.window(window)}
+                return {"kind": "lines", **lines, **read}
             case Halo(tap, window):
                 return {"kind": "halo", "tap": tap, "window": self.window(window)}
             case Rest(tap, segments):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+APART = ("y", "frames")  # axes along whose lines sites don't follow each other
 Index = NDArray[np.int64]
 Numbered = tuple[Index, int]  # the line of each row of one request, and the number of its lines
 
@@ -39,6 +40,13 @@ def line_count(axis: str, grid: tuple[int, int], frames: int) -> int:
     height, width = grid
     across = {"x": height, "y": width, "frames": height * width, "picture": 1}
     return across[axis] if axis == "frames" else frames * across[axis]
+
+
+def by_count(active: Numbered, rows: Index) -> Index:
+    """Return the lines of rows, renumbered by how many active sites they have."""
+    lines, count = active
+    rank: Index = np.bincount(lines, minlength=count).argsort(kind="stable").argsort()
+    return rank[rows]
 
 
 def lines_of_each(frames: int, tokens: int) -> Numbered:

@@ -148,6 +148,8 @@ def sizes_of(
             return (Rows(row_set(source)),)
         case Neighbours(window) | Weights(window):
             return Rows(row_set(source)), window.places
+        case Lines("rest_order" | "rest_owner" | "rest_sorted_owner", _, _, Window() as window):
+            return (HaloRows(window),)
         case RestOwner(segments) | Lines(
             "rest_order" | "rest_owner" | "rest_sorted_owner", segments
         ):

@@ -14,7 +14,7 @@ from maskfx.errors import CompileError
 from maskfx.ir.lanes import Dim, Lane, NotLaned, lane_of, set_lane
 from maskfx.ir.other_sizes import SizeExpr
 from maskfx.ir.program import Derived, Interface, SideGraph, Tap, derive
-from maskfx.ir.pyramid import Pyramid
+from maskfx.ir.pyramid import Pyramid, Window
 from maskfx.ir.sources import Lines, Owner, RestSpans, Source, Spans
 
 aten = torch.ops.aten
@@ -207,10 +207,11 @@ class Editor:
     def rest_spans(self, segments: tuple[str, ...]) -> fx.Node:
         return self.input("rest_" + slug(segments), RestSpans(segments))
 
-    def lines(self, part: str, lane: Lane, axis: str) -> fx.Node:
+    def lines(self, part: str, lane: Lane, axis: str, window: Window | None = None) -> fx.Node:
         """Return a table of the lines along an axis of a value's sites."""
         segments = lane.segments
-        return self.input(f"lines_{part}_{axis}_{slug(segments)}", Lines(part, segments, axis))
+        source = Lines(part, segments, axis, window if part.startswith("rest_") else None)
+        return self.input(f"lines_{part}_{axis}_{slug(segments)}", source)
 
     def reshape(self, rows: fx.Node, old: list[int], new: list[int]) -> fx.Node:
         """Regroup the features behind dimension 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from torch import fx
@@ -16,11 +17,13 @@ from maskfx.ir.lanes import (
     Tokens,
     each_segment,
     fixed_segment,
+    grid_level,
     is_image,
     lane_of,
     node_shape,
 )
-from maskfx.ir.sources import Given, Pairs, Rest
+from maskfx.ir.pyramid import Window
+from maskfx.ir.sources import Given, Halo, Pairs, Rest
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -101,17 +104,21 @@ def along_lines(edit: Editor, node: fx.Node, axis: str) -> None:
     """Attend from the rows of each line to those of the same line; columns are sorted before."""
     sources: list[fx.Node] = list(node.args[:3])  # type: ignore[arg-type]
     rows, rest, spans = [], [], []
+    queries, keys = (need_lane(n) for n in sources[:2])
+    window = through_frames(keys) if axis == "frames" else None
     for place, value in enumerate(sources):
         lane, depth = need_lane(value), node_shape(value)[-1]
         own = heads_last(edit, edit.rows(value), lane.row_shape(), depth)
         if place:
             tap = edit.tap(own, lane.segments, [node_heads(lane), depth])
-            kept = edit.input(f"rest_{tap}", Rest(tap, lane.segments))
-            rest.append(by_line(edit, kept, lane, axis, "rest_order"))
+            if window is None:
+                kept = edit.input(f"rest_{tap}", Rest(tap, lane.segments))
+            else:  # places that aren't masked in any frame are not read
+                kept = edit.input(f"halo_{tap}_{window.name}", Halo(tap, window))
+            rest.append(by_line(edit, kept, lane, axis, "rest_order", window))
         rows.append(by_line(edit, own, lane, axis, "order"))
-    queries, keys = (need_lane(n) for n in sources[:2])
     for lane, part in ((queries, "spans"), (keys, "spans"), (keys, "rest_spans")):
-        spans.append(edit.lines(part, lane, axis))
+        spans.append(edit.lines(part, lane, axis, window))
     scale = attention_scale(edit, node)
     out = edit.emit(ops.attend, *rows, *rest, *spans, None, 1, False, scale)
     out = by_line(edit, out, queries, axis, "back")
@@ -119,11 +126,27 @@ def along_lines(edit: Editor, node: fx.Node, axis: str) -> None:
     edit.replace(edit.reshape(out, shape, need_lane(node).row_shape()))
 
 
-def by_line(edit: Editor, rows: fx.Node, lane: Lane, axis: str, part: str) -> fx.Node:
+def through_frames(lane: Lane) -> Window:
+    """Return the window by which each site reads its place in all frames."""
+    frames = frames_of(lane)
+    (level,) = {grid_level(segment) for segment in lane.segments}
+    assert level is not None
+    here = Window(level, level, (1, 1), (1, 1), (0, 0))
+    return replace(here, depth=2 * frames - 1, early=frames - 1)
+
+
+def by_line(
+    edit: Editor,
+    rows: fx.Node,
+    lane: Lane,
+    axis: str,
+    part: str,
+    window: Window | None = None,
+) -> fx.Node:
     """Sort rows by line, or back; along picture rows, and in frames, they are sorted."""
     if axis in ("x", "picture"):
         return rows
-    return edit.emit(aten.index_select.default, rows, 0, edit.lines(part, lane, axis))
+    return edit.emit(aten.index_select.default, rows, 0, edit.lines(part, lane, axis, window))
 
 
 def by_frame(edit: Editor, node: fx.Node) -> None:

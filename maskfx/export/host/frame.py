@@ -200,7 +200,7 @@ MAKERS: dict[str, Callable[[HostFrame, Document, str], Array]] = {
     "weights": lambda frame, source, _: frame.tables.weights(source["window"]),
     "parents": lambda frame, s, _: frame.tables.parents(s["source"], s["target"]),
     "subsites": lambda frame, s, _: frame.tables.subsites(s["coarse"], s["fine"], s["patch"]),
-    "lines": lambda frame, s, _: frame.tables.lines(s["part"], s["segments"], s["axis"]),
+    "lines": lambda frame, source, _: frame.tables.lines(source),
     "enter": lambda frame, s, _: frame.tables.enter(s["before"], s["after"]),
     "halo": HostFrame._halo,
     "rest": HostFrame._rest,

@@ -12,7 +12,7 @@ import numpy as np
 from maskfx.export.host.arrays import Bools, Index
 from maskfx.export.host.layout import HostLayout, Size
 from maskfx.ir.grids import Floats, full_window, mask_at, window_weights
-from maskfx.ir.lines import Numbered, line_count, lines_of, lines_of_each
+from maskfx.ir.lines import APART, Numbered, by_count, line_count, lines_of, lines_of_each
 
 Place = tuple[int | None, int]  # a level (None: packed tokens), and a region
 
@@ -141,14 +141,17 @@ class Sites:
             base += self.count(name)
         return np.concatenate(out)
 
-    def numbered(self, name: str, axis: str, rest: bool = False) -> Numbered:
+    def numbered(self, name: str, axis: str, rest: bool = False, window: str = "") -> Numbered:
         """Return the line of each active site, or of each of the rest, and how many lines are."""
         segment = self.layout.segments[name]
         if segment.kind == "each":
             return lines_of_each(segment.count, 0 if rest else self.count(segment.of))
         grid = self.grid(segment.level)
-        index = self.rest(name) if rest else self.active(name)
-        return lines_of(axis, index, grid), line_count(axis, grid, self.frames)
+        found = active = lines_of(axis, self.active(name), grid)
+        count = line_count(axis, grid, self.frames)
+        if rest:
+            found = lines_of(axis, self.window(window)[1] if window else self.rest(name), grid)
+        return by_count((active, count), found) if axis in APART else found, count
 
     # Tables of one request.
 

@@ -13,6 +13,7 @@ import numpy as np
 from maskfx.export.host.arrays import Index
 from maskfx.export.host.sites import Sites
 from maskfx.ir.grids import Floats
+from maskfx.ir.json_values import Document
 from maskfx.ir.lines import line_table
 
 
@@ -76,10 +77,11 @@ class BatchTables:
                 start += count
         return out
 
-    def lines(self, part: str, segments: Sequence[str], axis: str) -> Index:
+    def lines(self, source: Document) -> Index:
         """Return a table of the lines of a picture or a video."""
-        rest = part.startswith("rest_")
-        return line_table(part, [sites.numbered(segments[0], axis, rest) for sites in self.each()])
+        part, axis, window = source["part"], source["axis"], source.get("window", "")
+        (name,), rest = source["segments"], part.startswith("rest_")
+        return line_table(part, [s.numbered(name, axis, rest, window) for s in self.each()])
 
     # Which rows a row is made from.
 

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from maskfx.ir.lanes import grid_level, of_each
-from maskfx.ir.lines import Numbered, line_count, line_table, lines_of, lines_of_each
+from maskfx.ir.lines import (
+    APART,
+    Numbered,
+    by_count,
+    line_count,
+    line_table,
+    lines_of,
+    lines_of_each,
+)
 from maskfx.ir.sources import Lines
 from maskfx.runtime.sites.active import ActiveSites
 
@@ -24,9 +32,13 @@ def numbered(source: Lines, sites: ActiveSites) -> Numbered:
     rest, each = source.part.startswith("rest_"), of_each(segment)
     if each is not None:  # each token has a row for each frame, one after the other
         return lines_of_each(each[0], 0 if rest else sites.count(each[1]))
-    index = (sites.rest if rest else sites.active)(segment).numpy()
-    count = count_lines(source.segments, source.axis, sites)
-    return lines_of(source.axis, index, grid_of(segment, sites)), count
+    grid, count = grid_of(segment, sites), count_lines(source.segments, source.axis, sites)
+    found = active = lines_of(source.axis, sites.active(segment).numpy(), grid)
+    if rest:
+        window = source.window
+        index = sites.rest(segment) if window is None else sites.window(window)[1]
+        found = lines_of(source.axis, index.numpy(), grid)
+    return by_count((active, count), found) if source.axis in APART else found, count
 
 
 def count_lines(segments: Sequence[str], axis: str, sites: ActiveSites) -> int:
