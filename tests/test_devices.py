@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 import maskfx
 from maskfx.ir.program import Program
 from maskfx.ir.sources import RestSpans, Spans
+from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.movers import DeviceMover
 from maskfx.runtime.cache.quantize import Encoding, Format
@@ -31,21 +33,40 @@ from maskfx.runtime.cache.rows import tensors_of
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.tiers import Tiers
+from maskfx.runtime.planner.step_planner import StepPlanner
 from maskfx.runtime.replays import has_known_sizes
 from maskfx.runtime.steps import AnyStep
-from tests.factories import emulated, masks
+from tests.factories import emulated, masks, served
 from tests.factories.pipelines import PIPES, anew, call_of, picture, square
 from tests.factories.zoo import ZOO, Case, Size, called
 from tests.pipelines.test_fallbacks import verdict
+from tests.runtime.planner.test_step_planner import costs_of
 from tests.runtime.test_oracle import assert_kept_outside, assert_near, tensors
+from tests.serve.models.test_pipeline_model import by_hand
 
 DEVICE = torch.device(emulated.NAME, 0)
 OTHER = torch.device(emulated.NAME, 1)
+CPU = torch.device("cpu")
 if not emulated.IS_EMULATED:
     torch.backends.cudnn.allow_tf32 = False  # the oracle is for fp32
 FLUX = "FluxTransformer2DModel"
-# a UNet, packed and patched joint attention; the rest of the zoo takes minutes
-QUICK = (FLUX, "UNet2DConditionModel-sd15", "SD3Transformer2DModel")
+# one of each family; the rest of the zoo takes minutes
+QUICK = {
+    FLUX: "joint attention over packed tokens",
+    "ChromaTransformer2DModel-boolmask": "the same with masked texts",
+    "SD3Transformer2DModel": "joint attention over patches",
+    "PixArtTransformer2DModel": "attention to texts",
+    "SanaTransformer2DModel": "linear attention",
+    "HunyuanDiT2DModel": "skips from the first blocks to the last",
+    "ZImageTransformer2DModel": "lists of pictures",
+    "NucleusMoEImageTransformer2DModel": "experts",
+    "WanTransformer3DModel": "videos",
+    "Transformer2DModel": "blocks by themselves",
+    "UNet2DModel-noattn": "convolutions",
+    "UNet2DConditionModel-sd15": "convolutions and attention",
+    "ControlNetModel": "residuals of each level",
+    "SD3ControlNetModel": "residuals of blocks",
+}
 ZOO_CASES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ZOO]
 # one of each kind: the mask over the latents, passed to the denoiser, a ControlNet, a reference
 KINDS = ["FluxInpaintPipeline", "FluxKontextPipeline"]
@@ -74,6 +95,12 @@ def inputs_of(name: str, size: Size, seed: int, device: torch.device = DEVICE) -
     return given
 
 
+def sizes_of(name: str) -> tuple[Size, Size]:
+    """Two sizes of a case; in the slow run the second one is its oddest."""
+    sizes = ZOO[name].sizes
+    return sizes[0], sizes[2 if name in QUICK else -1]
+
+
 def mask_of(case: Case, size: Size, seed: int = 0) -> Tensor:
     return masks.random(case.mask_shape(size), seed)
 
@@ -99,33 +126,35 @@ def moved(cache: StepCache, device: torch.device | str) -> StepCache:
 
 @pytest.mark.parametrize("name", ZOO_CASES)
 def test_edits_recordings_and_mixed_steps_are_right_on_a_device(name: str) -> None:
-    case, denoiser, module = ZOO[name], denoiser_on(name), module_on(name)
-    sizes = (case.sizes[0], case.sizes[-1])
+    case, denoiser, on_cpu = ZOO[name], denoiser_on(name), module_on(name, CPU)
     steps: list[AnyStep] = []
     wanted: list[Any] = []
-    for seed, size in enumerate(sizes):
+    for seed, size in enumerate(sizes_of(name)):
         inputs = inputs_of(name, size, seed)
         output, kept = denoiser.record(**inputs)
         assert all_on(DEVICE, output, held_by(kept))
-        assert_near(output, called(module, inputs), f"recording at {size}")
+        expected = emulated.to(called(on_cpu, inputs_of(name, size, seed, CPU)), DEVICE)
+        assert_near(output, expected, f"recording at {size}")
         mask = mask_of(case, size, seed)
         found = denoiser.edit([maskfx.EditStep(inputs, mask, kept)])[0]
         assert all_on(DEVICE, found)
-        assert_near(found, output, f"edit at {size}")
+        assert_near(found, expected, f"edit at {size}")
         assert_kept_outside(mask.to(DEVICE), found, output)
         steps += [maskfx.EditStep(inputs, mask.to(DEVICE), kept), maskfx.DenseStep(inputs)]
         steps += [maskfx.EditStep(inputs, mask, moved(kept, "cpu"))]  # a tier in host memory
-        wanted += [output] * 3
+        wanted += [expected] * 3
     steps.append(maskfx.RecordStep(steps[0].inputs))
     *results, (recorded, _) = denoiser.step(steps)
-    for found, expected in zip([*results, recorded], [*wanted, wanted[0]], strict=True):
+    for found, one in zip([*results, recorded], [*wanted, wanted[0]], strict=True):
         assert all_on(DEVICE, found)
-        assert_near(found, expected, "in a mixed step")
+        assert_near(found, one, "in a mixed step")
     empty, full = (torch.full_like(mask, value) for value in (False, True))
     for whole in (empty, full):
         found = denoiser.edit([maskfx.EditStep(inputs, whole, moved(kept, "cpu"))])[0]
         assert all_on(DEVICE, found)
-        assert_near(found, output)
+        assert_near(found, expected)
+    if case.named or name in QUICK:
+        assert all(c.program is not None for c in denoiser.compilations)
     for program in denoiser.programs.values():
         assert_right_under_fake_cuda(program, denoiser, steps)
 
@@ -310,23 +339,68 @@ def test_a_loader_brings_rows_from_the_host_and_leaves_those_on_the_device() -> 
     loader.close()
 
 
-@pytest.mark.slow
-def test_a_sessions_own_steps_on_a_device() -> None:
+def test_planned_loads_from_host_memory_give_the_result_of_the_cpu() -> None:
+    """Over a quick link all keys and values cross, over a slow one their fewer inputs."""
+    case, on_cpu, loader = ZOO[FLUX], denoiser_on(FLUX, CPU), Loader()
+    denoiser = maskfx.compile(module_on(FLUX), plans=True, loader=loader)
+    tiers = Tiers(host_bytes=1 << 30)
+    templates = maskfx.Templates(denoiser, tiers)
+    edits: list[maskfx.EditStep] = []
+    wanted: list[Any] = []
+    for number, size in enumerate(case.sizes[:2]):
+        mask = mask_of(case, size, number)
+        templates.put("cat", number, denoiser.record(**inputs_of(FLUX, size, number))[1])
+        edit = templates.edit("cat", number, with_other_picture(size, number, DEVICE), mask)
+        assert edit is not None
+        assert all_on(CPU, held_by(edit.cache))
+        edits.append(edit)
+        _, kept = on_cpu.record(**inputs_of(FLUX, size, number, CPU))
+        wanted += on_cpu.edit([maskfx.EditStep(with_other_picture(size, number, CPU), mask, kept)])
+    loaded = []
+    for slow in (1e-14, 1e-6):
+        planner = StepPlanner(denoiser, costs_of(denoiser, edits, slow))
+        planned = planner.plan_ahead(edits)
+        assert [bool(step.plan) for step in planned] == [slow == 1e-6] * len(edits)
+        before = loader.loaded_bytes
+        denoiser.ahead(planned)
+        for found, expected in zip(denoiser.edit(planned), wanted, strict=True):
+            assert all_on(DEVICE, found)
+            assert_near(emulated.to(found, CPU), expected, f"where a byte takes {slow} s")
+        loaded.append(loader.loaded_bytes - before)
+        assert planner.latest is not None
+        assert loaded[-1] == sum(cost.staged for cost in planner.latest.costs)
+    assert loaded[0] > loaded[1] > 0
+    tiers.close()
+    loader.close()
+
+
+def with_other_picture(size: Size, seed: int, device: torch.device) -> dict[str, Any]:
+    """The inputs of a seed, at their time, for another picture."""
+    other = inputs_of(FLUX, size, seed + 10, device)["hidden_states"]
+    return {**inputs_of(FLUX, size, seed, device), "hidden_states": other}
+
+
+@pytest.mark.parametrize(("reuse", "letters"), [("steps", "rreere"), ("auto", "tteete")])
+def test_a_sessions_steps_on_a_device_are_those_of_the_cpu(reuse: str, letters: str) -> None:
+    """Edits of its own recordings, or of a template in host memory that lacks calls."""
     case, size = ZOO[FLUX], ZOO[FLUX].sizes[0]
-    policy = maskfx.ReusePolicy(refresh=3, outside="extrapolate")
-    session = maskfx.EditSession(mask_of(case, size).to(DEVICE), policy)
-    twin = maskfx.EditSession(mask_of(case, size), policy)
-    on_cpu = maskfx.compile(case.build())
-    for ordinal in range(6):
-        here, there = (inputs_of(FLUX, size, 0, d) for d in (DEVICE, torch.device("cpu")))
-        for given in (here, there):
+    policy = maskfx.ReusePolicy(reuse, refresh=3, outside="extrapolate")
+    outputs: dict[torch.device, list[Any]] = {CPU: [], DEVICE: []}
+    for device, found in outputs.items():
+        denoiser = denoiser_on(FLUX, device)
+        calls = [inputs_of(FLUX, size, 0, device) for _ in letters]
+        for ordinal, given in enumerate(calls):
             given["timestep"] = given["timestep"] - 0.05 * ordinal
-        found = session.take(
-            ordinal, "cond", denoiser_on(FLUX).step([session.ask(ordinal, "cond", here)])[0]
-        )
-        wanted = twin.take(ordinal, "cond", on_cpu.step([twin.ask(ordinal, "cond", there)])[0])
-        assert all_on(DEVICE, found)
-        assert_near(pytree.tree_map(lambda t: t.cpu(), found), wanted, ordinal)
+        known = [n for n, kind in enumerate(letters) if kind == "t"]
+        template = {(n, ""): moved(denoiser.record(**calls[n])[1], CPU) for n in known}
+        session = maskfx.EditSession(mask_of(case, size).to(device), policy, template)
+        for ordinal, given in enumerate(calls):
+            [result] = denoiser.step([session.ask(ordinal, "", given)])
+            found.append(session.take(ordinal, "", result))
+        assert all_on(device, found)
+        assert "".join(kind.value[0] for kind in session.kinds.values()) == letters
+    for ordinal, (here, there) in enumerate(zip(outputs[DEVICE], outputs[CPU], strict=True)):
+        assert_near(emulated.to(here, CPU), there, ordinal)
 
 
 # What a step asks of its device.
@@ -396,6 +470,27 @@ def test_a_pipelines_edit_on_a_device_is_that_of_the_cpu(name: str) -> None:
         assert np.array_equal(found[~inside], original[~inside])
 
 
+@pytest.mark.parametrize("in_host", [True, False])
+def test_a_pipelines_template_serves_a_device_from_any_tier(in_host: bool) -> None:
+    """Rows of the host cross to the device by a plan, those of the device stay there."""
+    name = KINDS[0]
+    here, there = pipes(name)
+    tiers = Tiers(
+        host_bytes=1 << 30, device_bytes=0 if in_host else 1 << 30, mover=DeviceMover(DEVICE)
+    )
+    pipe = anew(name, compiled_pipe=here, library=TemplateLibrary(tiers))
+    denoiser = pipeline_state_of(pipe).denoisers["transformer"]
+    wanted = pixels(there(**edit_of(name, "cpu")))
+    assert abs(pixels(pipe(**edit_of(name, DEVICE))) - wanted).max() <= 1  # recorded
+    loader = denoiser.loader
+    assert loader is not None
+    before = loader.loaded_bytes
+    assert abs(pixels(pipe(**edit_of(name, DEVICE))) - wanted).max() <= 1
+    assert (loader.loaded_bytes > before) == in_host
+    assert "by a plan per batch (costs measured" in denoiser.loads
+    tiers.close()
+
+
 def test_a_pipelines_edit_does_not_wait_for_the_times_of_its_steps() -> None:
     """Those of the scheduler were compared with the template's when the run began."""
     name = KINDS[0]
@@ -434,6 +529,34 @@ def test_a_shared_step_of_the_engine_waits_twice_at_most(monkeypatch: pytest.Mon
         count.pop("equal in ir/values.py:__call__", None)  # a value that two requests share, once
         assert set(count) <= STEP_WAITS, count
         assert count.total() <= 2
+
+
+def test_a_served_edit_on_a_device_is_that_of_the_cpu() -> None:
+    """The first edit records a template into host memory, whose rows the second one loads."""
+    name = KINDS[0]
+    on_cpu = maskfx.compile(served.build(name), quality="balanced")
+    server = served.Served(served.build(name).to(DEVICE), device=str(DEVICE), max_num_seqs=2)
+    editor = server.model.family.editor
+    assert editor is not None
+    [denoiser] = pipeline_state_of(editor.pipe).denoisers.values()
+    loader = denoiser.loader
+    assert loader is not None
+    try:
+        for seed in (3, 4):
+            before = loader.loaded_bytes
+            asked = served.job(seed=seed, strength=1.0, template="cat"), served.edit(1)
+            made = server.made(*asked)
+            assert made.pixels is not None
+            wanted = by_hand(on_cpu, seed, 1, strength=1.0).astype(int)
+            assert np.abs(made.pixels - wanted).max() <= 1
+            outside = ~served.square()
+            assert np.array_equal(made.pixels[outside], served.picture(1)[outside])
+            assert made.template == "cat"
+            assert list(made.template_bytes or ()) == ["host"]
+            assert made.mask_ratio < 1
+            assert loader.loaded_bytes > before
+    finally:
+        server.model.close()
 
 
 # What goes wrong.

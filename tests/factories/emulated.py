@@ -17,10 +17,10 @@ import ctypes
 import os
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -281,10 +281,27 @@ def _copied(self: Tensor, memo: dict[int, Any]) -> Any:
     return memo.setdefault(id(self), self.detach().clone())
 
 
+def _moved(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """While it exports, PyTorch makes a tensor without the operators of Python that a device has.
+
+    It is made on the host instead, and an operator brings it to the device.
+    """
+
+    @wraps(make)
+    def wrapped(*args: Any, device: Any = None, **named: Any) -> Tensor:
+        here = device is not None and torch.device(device).type == NAME
+        if here and torch.compiler.is_exporting():
+            return make(*args, **named).to(device)
+        return make(*args, device=device, **named)
+
+    return wrapped
+
+
 def _install() -> None:
     _setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule())
     _library.fallback(_fallback, "PrivateUse1")
     torch.Tensor.__deepcopy__ = _copied  # type: ignore[method-assign]
+    torch.tensor, torch.as_tensor = _moved(torch.tensor), _moved(torch.as_tensor)
     for name in _WHOLE:
         packet, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
