@@ -560,11 +560,14 @@ def samples() -> dict[Any, tuple[Any, ...]]:
     heads, kept = numbers(6, 2, 3).float(), numbers(5, 2, 3, seed=1).float()
     stats = statistics([rows[:2], rows[2:]], 2, torch.float32)
     owner, ones = owner_of(spans, 6), (numbers(5, 4, seed=2) > 0).float()
+    moments, kept_owner = ops.site_moments(rows, 2), torch.tensor([0, 0, 1, 1, 1])
     return {
         ops.gather: (rows, rows[:2] + 1, torch.tensor([[0, 7, 8], [6, 1, 2]])),
         ops.enter: (rows, rows[:2] + 1, torch.tensor([0, 1, 6, 2, 7, 7])),
         ops.group_scale: (rows, stats, spans, 2, rows[0].clone(), None, 1e-5),
         ops.scale_shift: (rows, numbers(2, 2, 4, seed=1).float(), owner),
+        ops.site_moments: (rows, 2),
+        ops.line_scale: (moments, moments[:5] + 1, owner, kept_owner, 2, 4, None, None, 1e-5),
         ops.attend: (*case.arguments(), None, 1, False, None),
         ops.site_mean: (rows, numbers(2, 5, seed=1).float().abs(), spans, True),
         ops.site_extreme: (rows, rows[:5] + 1, spans, rest_spans_of(rest), True),
@@ -638,9 +641,11 @@ def poisoned(op: Any) -> tuple[tuple[Any, ...], Tensor | None]:
                 value[second] = nan
             for value in arguments[2:4]:
                 value[2:] = nan
-        case ops.site_extreme | ops.site_logsumexp:
+        case ops.site_extreme | ops.site_logsumexp | ops.line_scale:
             arguments[0][second] = nan
             arguments[1][2:] = nan
+        case ops.site_moments:
+            arguments[0][second] = nan
         case ops.owner_product:
             arguments[0][second] = nan
             arguments[1][1] = nan
@@ -650,7 +655,7 @@ def poisoned(op: Any) -> tuple[tuple[Any, ...], Tensor | None]:
             arguments[1][second] = nan
             arguments[2][2:] = nan
     by_row = op in (ops.scale_shift, ops.attend, ops.owner_product, ops.pick_tokens)
-    by_row = by_row or op in (ops.add_low_rank, ops.site_pair_sum)
+    by_row = by_row or op in (ops.add_low_rank, ops.site_pair_sum, ops.site_moments)
     return arguments, torch.tensor(first if by_row else [0])
 
 
