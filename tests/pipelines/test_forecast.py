@@ -338,7 +338,8 @@ def test_a_call_without_a_mask_computes_every_step() -> None:
 
 def test_what_is_computed_is_told() -> None:
     told = maskfx.explain(anew(FLUX, quality=maskfx.Quality.of("balanced")))
-    assert "the masked sites and 2 around them, at one step in 4; the others are extrapolated" in told
+    assert "the masked sites and 2 around them, at one step in 4" in told
+    assert "in 4; the others are extrapolated" in told
     assert "the masked sites, at every step" in maskfx.explain(
         anew(FLUX, quality=every(1, margin=0))
     )
