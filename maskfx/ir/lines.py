@@ -42,9 +42,9 @@ def line_count(axis: str, grid: tuple[int, int], frames: int) -> int:
     return across[axis] if axis == "frames" else frames * across[axis]
 
 
-def by_count(active: Numbered, rows: Index) -> Index:
-    """Return the lines of rows, renumbered by how many active sites they have."""
-    lines, count = active
+def by_count(masked: Numbered, rows: Index) -> Index:
+    """Return the lines of rows, renumbered by how many masked sites they have."""
+    lines, count = masked
     rank: Index = np.bincount(lines, minlength=count).argsort(kind="stable").argsort()
     return rank[rows]
 

@@ -90,7 +90,7 @@ class Lines:
     "owner": the line of each row, "sorted_owner" of each place; "numbers": those of the lines, from
     0. "rest_spans", "rest_order", "rest_owner" and "rest_sorted_owner" are those of the cached rows
     of the rest; with a `window`, of its halo. Lines whose sites lie apart are numbered by how many
-    of them are active, so that those with as many follow each other.
+    of them are masked, so that those with as many follow each other.
     """
 
     part: str

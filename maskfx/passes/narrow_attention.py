@@ -105,7 +105,7 @@ def along_lines(edit: Editor, node: fx.Node, axis: str) -> None:
     sources: list[fx.Node] = list(node.args[:3])  # type: ignore[arg-type]
     rows, rest, spans = [], [], []
     queries, keys = (need_lane(n) for n in sources[:2])
-    window = through_frames(keys) if axis == "frames" else None
+    window = through_frames(queries, keys) if axis == "frames" else None
     for place, value in enumerate(sources):
         lane, depth = need_lane(value), node_shape(value)[-1]
         own = heads_last(edit, edit.rows(value), lane.row_shape(), depth)
@@ -126,12 +126,13 @@ def along_lines(edit: Editor, node: fx.Node, axis: str) -> None:
     edit.replace(edit.reshape(out, shape, need_lane(node).row_shape()))
 
 
-def through_frames(lane: Lane) -> Window:
-    """Return the window by which each site reads its place in all frames."""
-    frames = frames_of(lane)
-    (level,) = {grid_level(segment) for segment in lane.segments}
-    assert level is not None
-    here = Window(level, level, (1, 1), (1, 1), (0, 0))
+def through_frames(queries: Lane, keys: Lane) -> Window:
+    """Return the window by which each site of the queries reads its place in all frames."""
+    frames = frames_of(keys)
+    source, target = (next(map(grid_level, lane.segments)) for lane in (keys, queries))
+    assert source is not None
+    assert target is not None
+    here = Window(source, target, (1, 1), (1, 1), (0, 0))
     return replace(here, depth=2 * frames - 1, early=frames - 1)
 
 

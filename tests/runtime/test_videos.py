@@ -123,3 +123,20 @@ def test_attention_along_frames_is_computed_line_by_line() -> None:
         getattr(source, "axis", "") for source in compilation.program.interface.inputs.values()
     }
     assert {"picture", "frames"} <= lines
+
+
+@pytest.mark.parametrize("name", ["film-in-turn", "motion-text-for-each-frame"])
+def test_keys_projected_again_meet_the_queries_of_their_line(name: str) -> None:
+    """Then keys have other active sites than queries, of all lines or of some."""
+    case, module = OWN[name], OWN[name].build()
+    denoiser, size = maskfx.compile(module, plans=True), case.sizes[1]
+    given = case.inputs(size, 0)
+    kept = denoiser.record(**given)[1]
+    mask = MASKS["stroke"](case.mask_shape(size), 0)
+    some = mask | MASKS["random"](case.mask_shape(size), 1)
+    program = denoiser.compilations[-1].program
+    assert program is not None
+    regions = range(1, 1 + len(program.interface.regions))
+    for sites in (torch.ones_like(mask), some):
+        step = maskfx.EditStep(given, mask, kept, plan=dict.fromkeys(regions, sites))
+        assert_near(denoiser.edit([step])[0], module(**given))

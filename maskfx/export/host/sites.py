@@ -147,11 +147,16 @@ class Sites:
         if segment.kind == "each":
             return lines_of_each(segment.count, 0 if rest else self.count(segment.of))
         grid = self.grid(segment.level)
-        found = active = lines_of(axis, self.active(name), grid)
         count = line_count(axis, grid, self.frames)
-        if rest:
-            found = lines_of(axis, self.window(window)[1] if window else self.rest(name), grid)
-        return by_count((active, count), found) if axis in APART else found, count
+        if not rest:
+            index = self.active(name)
+        else:
+            index = self.window(window)[1] if window else self.rest(name)
+        found = lines_of(axis, index, grid)
+        if axis not in APART:
+            return found, count
+        masked = np.flatnonzero(self.mask_at((self._base(segment.level), 0)))
+        return by_count((lines_of(axis, masked, grid), count), found), count
 
     # Tables of one request.
 

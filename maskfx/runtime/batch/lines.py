@@ -33,12 +33,16 @@ def numbered(source: Lines, sites: ActiveSites) -> Numbered:
     if each is not None:  # each token has a row for each frame, one after the other
         return lines_of_each(each[0], 0 if rest else sites.count(each[1]))
     grid, count = grid_of(segment, sites), count_lines(source.segments, source.axis, sites)
-    found = active = lines_of(source.axis, sites.active(segment).numpy(), grid)
-    if rest:
-        window = source.window
-        index = sites.rest(segment) if window is None else sites.window(window)[1]
-        found = lines_of(source.axis, index.numpy(), grid)
-    return by_count((active, count), found) if source.axis in APART else found, count
+    if not rest:
+        index = sites.active(segment)
+    else:
+        index = sites.rest(segment) if source.window is None else sites.window(source.window)[1]
+    found = lines_of(source.axis, index.numpy(), grid)
+    if source.axis not in APART:
+        return found, count
+    # queries and keys may have other active sites, but lines have one number for both
+    masked = sites.active(*sites.pyramid.base_segments(source.segments)).numpy()
+    return by_count((lines_of(source.axis, masked, grid), count), found), count
 
 
 def count_lines(segments: Sequence[str], axis: str, sites: ActiveSites) -> int:

@@ -47,7 +47,7 @@ class ActiveSites:
         self._grids: dict[int, tuple[int, int]] = {}
         self._places: dict[str, Place] = {}
         self._levels: dict[Place, Mask] = {}
-        self._windows: dict[tuple[Window, int], tuple[Tensor, Tensor]] = {}
+        self._windows: dict[tuple[Window, int, int], tuple[Tensor, Tensor]] = {}
         self._entries: dict[tuple[Place, Place], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -197,7 +197,8 @@ class ActiveSites:
         Also returns the halo: the inactive sites that the windows of active targets read.
         """
         bare = replace(window, source=self._base(window.source), target=self._base(window.target))
-        key = bare, self.place(f"grid{window.source}")[1]
+        regions = [self.place(f"grid{n}")[1] for n in (window.source, window.target)]
+        key = bare, regions[0], regions[1]
         if key not in self._windows:
             source, target = self.grid(window.source), self.grid(window.target)
             frames = self.pyramid.frames
