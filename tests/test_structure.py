@@ -19,6 +19,7 @@ IMPORTS: list[tuple[str, int, str]] = STRUCTURE["all_imports"](SOURCES)
 DOCUMENT = ROOT / "docs" / "structure.md"
 DETAILS = sorted((ROOT / "docs" / "explanation").glob("*.md"))
 WORDS = 1800  # ten minutes' reading
+LINES = 400  # of a file of the package
 SHARED_NAMES = 6  # names of classes that two or more files define
 FILE = re.compile(r"`((?:\w[\w.-]*/)*\w[\w-]*\.(?:py|js|css|html|json)|(?:\w[\w.-]*/)+)`")
 
@@ -139,6 +140,11 @@ def test_a_missing_name_is_seen() -> None:
         "nowhere.py",
         "serve/elsewhere/",
     ]
+
+
+def test_files_are_short() -> None:
+    long = {name: text.count("\n") for name, text in SOURCES.items() if text.count("\n") > LINES}
+    assert long == {}
 
 
 def test_classes_of_one_name_become_fewer() -> None:

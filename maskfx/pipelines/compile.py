@@ -22,13 +22,13 @@ from maskfx.ir import progress
 from maskfx.pipelines.autoencoder import find_methods, method_of, same_method
 from maskfx.pipelines.call import PipelineCall
 from maskfx.pipelines.call_checks import template_name
+from maskfx.pipelines.call_signatures import call_of_class, with_options
 from maskfx.pipelines.check_settings import check_budget, check_costs
 from maskfx.pipelines.encoder_cache import REMEMBER, EncoderCache, Encoders
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.interception import bars_disabled
 from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.modular import blocks_of, call_of_blocks, hide_errors
-from maskfx.pipelines.passed_on import call_of_class
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prefetch_template, prepare_template
@@ -149,21 +149,10 @@ def call_like(original: Callable[..., object], added: Sequence[str]) -> Callable
         return CompiledPipeline.__call__(self, *args, **given)
 
     del __call__.__wrapped__
-    own = inspect.signature(original)
-    options = dict(inspect.signature(CompiledPipeline.__call__).parameters)
-    options.update({n: keyword(n) for n in added})
-    parameters = list(own.parameters.values())
-    last = [p for p in parameters if p.kind is p.VAR_KEYWORD]
-    more = [
-        p for p in options.values() if p.kind is p.KEYWORD_ONLY and p.name not in own.parameters
-    ]
-    every = [*(p for p in parameters if p not in last), *more, *last]
-    __call__.__dict__["__signature__"] = own.replace(parameters=every)
+    options = inspect.signature(CompiledPipeline.__call__)
+    signature = with_options(inspect.signature(original), options, added)
+    __call__.__dict__["__signature__"] = signature
     return __call__
-
-
-def keyword(name: str) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 def call_of(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import maskfx
 from maskfx.compiler.compile import Compilation
 from maskfx.compiler.lower import lower
 from maskfx.export.describe import describe
+from maskfx.export.exporter import export
 from maskfx.export.graph_facts import compiled_graphs
 from maskfx.export.graphs import picks_of
 from maskfx.export.host import Edit, Host, Record, Recording
@@ -34,7 +36,7 @@ from maskfx.runtime.cache.quantize import LOSSLESS, Encoding
 from maskfx.runtime.cache.serialize import encode
 from maskfx.runtime.shared_programs import shared_programs
 from maskfx.runtime.side_graphs import run_side
-from tests.factories.zoo import ZOO, Size
+from tests.factories.zoo import ZOO, Case, Size
 
 Inputs = Mapping[str, Any]
 
@@ -61,6 +63,15 @@ def skip_refused(name: str) -> None:
 def compilation_of(denoiser: maskfx.CompiledDenoiser, inputs: Inputs) -> Compilation:
     """The compilation that serves a call, with its program in standard operators or as it is."""
     return denoiser._validator.inputs(inputs).compilation
+
+
+def check_export(case: Case, path: Path) -> None:
+    """Export a case as ONNX; its graphs agree with the module at two sizes."""
+    found = export(case.build(), path, example_inputs=case.inputs(case.sizes[0], 0))
+    verdicts = found.verdicts["denoiser"]
+    assert {v.graph for v in verdicts} == {"edit", "record", "dense"}
+    assert len({str(v.sizes) for v in verdicts}) == 2
+    assert max(v.error for v in verdicts) < 1e-4
 
 
 def lowered(compilation: Compilation) -> Compilation:

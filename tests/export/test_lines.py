@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from maskfx.export.exporter import export
+from tests.export.hosted import check_export
 from tests.export.test_host_step import check_steps
 from tests.factories.own_cases import OWN
 from tests.factories.zoo import ZOO
@@ -18,13 +18,7 @@ names = pytest.mark.parametrize(
 
 @names
 def test_onnxruntime_agrees_with_the_denoiser(name: str, tmp_path: Path) -> None:
-    case = OWN[name]
-    inputs = case.inputs(case.sizes[0], 0)
-    found = export(case.build(), tmp_path / "x", example_inputs=inputs)
-    verdicts = found.verdicts["denoiser"]
-    assert {v.graph for v in verdicts} == {"edit", "record", "dense"}
-    assert len({str(v.sizes) for v in verdicts}) == 2
-    assert max(v.error for v in verdicts) < 1e-4
+    check_export(OWN[name], tmp_path / "x")
 
 
 @names

@@ -6,6 +6,7 @@ import pytest
 
 import maskfx
 from maskfx.export.exporter import export
+from tests.export.hosted import check_export
 from tests.factories.zoo import ZOO
 
 pytestmark = pytest.mark.slow
@@ -19,13 +20,7 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_onnxruntime_agrees_with_the_denoiser(name: str, tmp_path: Path) -> None:
-    case = ZOO[name]
-    inputs = case.inputs(case.sizes[0], 0)
-    found = export(case.build(), tmp_path / "x", example_inputs=inputs)
-    verdicts = found.verdicts["denoiser"]
-    assert {v.graph for v in verdicts} == {"edit", "record", "dense"}
-    assert len({str(v.sizes) for v in verdicts}) == 2
-    assert max(v.error for v in verdicts) < 1e-4
+    check_export(ZOO[name], tmp_path / "x")
 
 
 def test_a_capture_shared_with_an_equal_denoiser_is_exported_with_its_numbers(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.factories.videos import JOY
 from tests.factories.zoo import (
     CROSS,
     HEADS,
@@ -48,15 +49,6 @@ QWEN21: dict[str, Any] = {
     "context_in_dim": CROSS,
     "mlp_ratio": 2,
     "axes_dims_rope": (4, 6, 6),
-}
-JOY_PLUS: dict[str, Any] = {
-    "in_channels": 4,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "text_dim": CROSS,
-    "mlp_width_ratio": 2.0,
-    "num_layers": 2,
-    "rope_dim_list": [4, 6, 6],
 }
 Z_CONTROL: dict[str, Any] = {
     "control_layers_places": [0, 1],
@@ -153,7 +145,7 @@ def add_more() -> None:
     add(
         "JoyImageEditPlusTransformer3DModel",
         joy_plus_inputs,
-        JOY_PLUS,
+        JOY,
         mask_shape=packed,
         sizes=TOKEN_SIZES,
         text_first=False,
@@ -161,7 +153,7 @@ def add_more() -> None:
     add(
         "JoyImageEditPlusTransformer3DModel-references",
         partial(joy_plus_inputs, references=((3, 5),)),
-        JOY_PLUS,
+        JOY,
         mask_shape=lambda size: (size.height * size.width + 15,),
         sizes=TOKEN_SIZES,
         text_first=False,

@@ -210,6 +210,15 @@ COG: dict[str, Any] = {
     "sample_frames": 9,
     "max_text_seq_length": 7,
 }
+JOY: dict[str, Any] = {
+    "in_channels": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "text_dim": CROSS,
+    "mlp_width_ratio": 2.0,
+    "num_layers": 2,
+    "rope_dim_list": [4, 6, 6],
+}
 HUNYUAN: dict[str, Any] = {
     **HEADS,
     "in_channels": 4,
@@ -287,16 +296,7 @@ def add_videos() -> None:
             "out_visual_dim": 4,
         },
     )
-    joy: dict[str, Any] = {
-        "patch_size": [1, 2, 2],
-        "in_channels": 4,
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "text_dim": CROSS,
-        "mlp_width_ratio": 2.0,
-        "num_layers": 2,
-        "rope_dim_list": [4, 6, 6],
-    }
+    joy = {**JOY, "patch_size": [1, 2, 2]}
     add_video("JoyImageEditTransformer3DModel-references", video_inputs, joy)
     add_video("JoyImageEditTransformer3DModel-items", items_inputs, joy)
     cog = partial(video_inputs, frames_first=True)

@@ -1,10 +1,10 @@
-"""The arguments of a pipeline class that passes some on to the class that it extends."""
+"""Signatures of pipelines: with what a class passes on to the one that it extends, with options."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -48,3 +48,15 @@ def joined(own: inspect.Signature, extended: inspect.Signature) -> inspect.Signa
 
 def variable(signature: inspect.Signature, kind: object) -> bool:
     return any(p.kind is kind for p in signature.parameters.values())
+
+
+def with_options(
+    own: inspect.Signature, options: inspect.Signature, added: Sequence[str]
+) -> inspect.Signature:
+    """Return a signature with the keyword-only parameters of another, and with `added` ones."""
+    parameters = list(own.parameters.values())
+    last = [p for p in parameters if p.kind is p.VAR_KEYWORD]
+    more = {p.name: p for p in options.parameters.values() if p.kind is p.KEYWORD_ONLY}
+    more |= {n: inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in added}
+    new = [p for name, p in more.items() if name not in own.parameters]
+    return own.replace(parameters=[*(p for p in parameters if p not in last), *new, *last])

@@ -8,7 +8,7 @@ from typing import Any
 import diffusers
 
 import maskfx
-from maskfx.pipelines.passed_on import call_of_class
+from maskfx.pipelines.call_signatures import call_of_class
 from tests.factories.pipelines import (
     PIPES,
     call_of,
