@@ -103,7 +103,7 @@ class Lowering:
 
     def lines(self, source: Lines) -> Node:
         """Return a table of lines."""
-        return self.input(f"lines_{source.part}_{source.axis}_{slug(source.segments)}", source)
+        return self.input(source.name, source)
 
     def members(self, owner: Node, like: Node | None = None, numbers: Node | None = None) -> Node:
         """Return (requests, rows): 1 where a row belongs to the request, else 0.

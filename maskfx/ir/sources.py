@@ -6,6 +6,7 @@ other. The *rest* of a row set is its inactive sites, whose rows come from the c
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -97,6 +98,13 @@ class Lines:
     segments: tuple[str, ...]
     axis: str
     window: Window | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the graph's input."""
+        words = ["lines", self.part, self.axis, *self.segments]
+        words += [self.window.name] if self.window is not None else []
+        return re.sub(r"\W", "_", "_".join(words))
 
 
 @dataclass(frozen=True)

@@ -209,9 +209,9 @@ class Editor:
 
     def lines(self, part: str, lane: Lane, axis: str, window: Window | None = None) -> fx.Node:
         """Return a table of the lines along an axis of a value's sites."""
-        segments = lane.segments
-        source = Lines(part, segments, axis, window if part.startswith("rest_") else None)
-        return self.input(f"lines_{part}_{axis}_{slug(segments)}", source)
+        read = window if part.startswith("rest_") else None
+        source = Lines(part, lane.segments, axis, read)
+        return self.input(source.name, source)
 
     def reshape(self, rows: fx.Node, old: list[int], new: list[int]) -> fx.Node:
         """Regroup the features behind dimension 0."""
