@@ -622,3 +622,10 @@ def test_a_device_without_a_type_says_so() -> None:
     module = copy.deepcopy(case.build()).to(DEVICE)
     with emulated.without(torch.float32), pytest.raises(Exception, match="has no torch.float32"):
         maskfx.compile(module).record(**inputs_of(FLUX, size, 0))
+
+
+def test_a_default_device_places_tensors_as_it_does_without_the_emulated_one() -> None:
+    emulated.needs_emulation()
+    with torch.device("meta"):
+        assert torch.tensor(1.0).is_meta and torch.as_tensor([1]).is_meta
+    assert not torch.tensor(1.0).is_meta

@@ -27,6 +27,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = os.environ.get("MASKFX_TEST_DEVICE", "emu")
@@ -301,6 +302,7 @@ def _install() -> None:
     _setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule())
     _library.fallback(_fallback, "PrivateUse1")
     torch.Tensor.__deepcopy__ = _copied  # type: ignore[method-assign]
+    _device_constructors()  # kept at the first call, and has to name the functions without wrappers
     torch.tensor, torch.as_tensor = _moved(torch.tensor), _moved(torch.as_tensor)
     for name in _WHOLE:
         packet, _, overload = name.partition(".")
