@@ -627,5 +627,6 @@ def test_a_device_without_a_type_says_so() -> None:
 def test_a_default_device_places_tensors_as_it_does_without_the_emulated_one() -> None:
     emulated.needs_emulation()
     with torch.device("meta"):
-        assert torch.tensor(1.0).is_meta and torch.as_tensor([1]).is_meta
+        assert torch.tensor(1.0).is_meta
+        assert torch.as_tensor([1]).is_meta
     assert not torch.tensor(1.0).is_meta
