@@ -56,6 +56,7 @@ from maskfx.ir.source_sizes import (
     sizes_of,
 )
 from maskfx.ir.sources import (
+    Calls,
     Down,
     Enter,
     Given,
@@ -162,6 +163,8 @@ class ValueTables:
                 return {"kind": "rest_owner", "segments": names(segments)}
             case Requests():
                 return {"kind": "requests"}
+            case Calls():
+                return {"kind": "calls"}
             case Spans(segments):
                 return {"kind": "spans", "segments": names(segments)}
             case RestSpans(segments):

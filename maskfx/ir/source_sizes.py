@@ -13,6 +13,7 @@ from maskfx.ir.lanes import Batch, Lane, grid_segment
 from maskfx.ir.program import Tap
 from maskfx.ir.pyramid import Window
 from maskfx.ir.sources import (
+    Calls,
     Down,
     Enter,
     Given,
@@ -160,7 +161,7 @@ def sizes_of(
             return (LineCount(segments, axis),)
         case Lines(_, segments, axis):
             return LineCount(segments, axis), 2
-        case Requests():
+        case Requests() | Calls():
             return (PerRequest(),)
         case Spans(segments) | RestSpans(segments):
             return PerRequest(), 2 * len(segments)

@@ -183,6 +183,11 @@ class Requests:
 
 
 @dataclass(frozen=True)
+class Calls:
+    """(requests,): the number of the call that each request is a batch element of, from 0."""
+
+
+@dataclass(frozen=True)
 class RestOwner:
     """For each cached row of the rest of `segments`, the index of its request."""
 
@@ -342,6 +347,7 @@ Source = (
     | RestSum
     | Pairs
     | Requests
+    | Calls
     | RestOwner
     | PairTable
     | RankGroups
@@ -361,7 +367,7 @@ Source = (
 
 
 # tables of indices or weights, which follow from masks and sizes alone
-Table = Owner | RestOwner | Requests | Spans | RestSpans | Reader | Weights | Lines
+Table = Owner | RestOwner | Requests | Calls | Spans | RestSpans | Reader | Weights | Lines
 Cached = Halo | Rest | Loaded | Kept | RestShare  # rows of the cache as they were recorded
 Tapped = Cached | RestStats | RestSum  # what is made of the rows of a tap
 LowRank = RankGroups | Down | Up | Updated  # what is made of the members' adapters

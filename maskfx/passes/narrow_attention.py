@@ -23,7 +23,7 @@ from maskfx.ir.lanes import (
     node_shape,
 )
 from maskfx.ir.pyramid import Window
-from maskfx.ir.sources import Given, Halo, Pairs, Rest
+from maskfx.ir.sources import Calls, Given, Halo, Pairs, Rest
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -50,11 +50,18 @@ def narrow_attention(graph: fx.Graph, ctx: PassContext) -> int:
     or      y = scaled_dot_product_attention(q, k, v)   (each row attends to its own features)
     and     y = pair_sum(q, k, v, "sigmoid")
     becomes y = site_pair_sum(q, k, v, rest_k, rest_v, spans, spans, rest_spans, "sigmoid")
-    Keeps   attention of values without sites.
+    and     y = scaled_dot_product_attention(q, k, v)   (each sample attends to its batch)
+    becomes y = scaled_dot_product_attention(q, k, v, calls == calls)
+    Keeps   other attention of values without sites.
     """
     count = 0
     for node in list(graph.nodes):
-        if op_name(node) not in ATTENTIONS or not attends_rows(node):
+        if op_name(node) not in ATTENTIONS:
+            continue
+        if mixes_samples(node):
+            within_calls(Editor(graph, ctx, node), node)
+            count += 1
+        if not attends_rows(node):
             continue
         edit = Editor(graph, ctx, node)
         lanes = [need_lane(n) for n in node.args[:3]]
@@ -76,6 +83,22 @@ def attends_rows(node: fx.Node) -> bool:
     """Return True if queries or keys are full values with sites."""
     lanes = [lane_of(n) for n in node.args[:2]]
     return "val" in node.meta and any(lane is not None and lane.has_sites for lane in lanes)
+
+
+def mixes_samples(node: fx.Node) -> bool:
+    """Return True if each sample attends to all samples of its call."""
+    lane = lane_of(node)
+    return lane is not None and lane.dims[-2:-1] == ((Batch(),),)
+
+
+def within_calls(edit: Editor, node: fx.Node) -> None:
+    """Let samples attend to those of their own call, in a batch of several calls."""
+    calls = edit.input("calls", Calls())
+    pair = [edit.emit(aten.unsqueeze.default, calls, at) for at in (1, 0)]
+    mask = edit.emit(aten.eq.Tensor, *pair)
+    named = {"scale": attention_scale(edit, node)}
+    out = edit.emit(aten.scaled_dot_product_attention.default, *node.args[:3], mask, **named)
+    edit.replace_plain(out)
 
 
 def within(edit: Editor, node: fx.Node) -> None:

@@ -1,4 +1,4 @@
-"""Exports of denoisers that work along the lines of a picture, or in each frame of a video."""
+"""Exports of denoisers that work along lines, in each frame of a video, or between samples."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.factories.own_cases import OWN
 from tests.factories.zoo import ZOO
 
 QUICK = "motion-text-for-each-frame"
-NAMES = (QUICK, "film-in-turn", "motion-one-text", "motion-one-key", "axial")
+NAMES = (QUICK, "film-in-turn", "motion-one-text", "motion-one-key", "axial", "companions")
 names = pytest.mark.parametrize(
     "name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
 )

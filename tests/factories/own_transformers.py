@@ -360,6 +360,19 @@ def tokens(*made: Callable[[], nn.Module], **more: Any) -> Callable[[], nn.Modul
     return lambda: Tokens(*[make() for make in made], **more)
 
 
+class Companions(Mixing):
+    """Each sample's mean attends to the means of all samples of the call, as in ControlNetUnion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = nn.MultiheadAttention(WIDTH, HEADS)
+
+    def mix(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        means = torch.stack([x.mean(1), x.square().mean(1)], 1)
+        told = self.between(means, means, means, need_weights=False)[0]
+        return self.proj(x * told[:, :1] + told[:, 1:])
+
+
 own("adaln-zero", tokens(AdaLnZero, AdaLnZero))
 own("unfolded", tokens(AdaLnZero, style="unfold"))
 own("viewed", tokens(AdaLnZero, style="view", patch=1))
@@ -378,3 +391,4 @@ own("encoder-layers", tokens(Encoder, partial(Encoder, last=True)), quick=True)
 own("scan", tokens(Scan), narrow=False)
 own("routed", tokens(Routed), narrow=False)
 own("causal", tokens(Causal), quick=True)
+own("companions", tokens(Companions), quick=True)

@@ -11,6 +11,7 @@ from maskfx.ir.lanes import Lane, Tokens
 from maskfx.ir.pyramid import Window
 from maskfx.ir.source_sizes import PerRequest, Rows, row_set, sizes_of
 from maskfx.ir.sources import (
+    Calls,
     Enter,
     Given,
     Neighbours,
@@ -72,6 +73,7 @@ def test_sizes_are_those_of_an_edit_of_any_size(name: str, seed: int) -> None:
         (Owner(TEXT), TEXT, (Rows(TEXT),)),
         (Spans(TEXT), (), (PerRequest(), 2)),
         (Requests(), (), (PerRequest(),)),
+        (Calls(), (), (PerRequest(),)),
         (Enter(("grid0",), TEXT), TEXT, (Rows(TEXT),)),
         (Parents(1, 2), ("grid2",), (Rows(("grid2",)),)),
         (Subsites(1, 2, 2), ("grid2",), (Rows(("grid2",)),)),

@@ -58,6 +58,10 @@ class BatchTables:
         """Return, for each cached row of the rest of a row set, the number of its request."""
         return np.repeat(np.arange(self.requests), self.rest_counts(segments))
 
+    def calls(self) -> Index:
+        """Return, for each request, the number of its call."""
+        return np.repeat(np.arange(len(self.batches)), self.batches)
+
     def spans(self, segments: Sequence[str]) -> Index:
         """Return (requests, 2 * segments): start and stop of each request's rows by segment."""
         out, start = np.zeros((self.requests, 2 * len(segments)), dtype=np.int64), 0

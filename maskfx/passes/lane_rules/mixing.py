@@ -61,9 +61,10 @@ def attention(m: Marker, node: fx.Node) -> Lane:
     for name, lane in (("query", q), ("key", k), ("value", v)):
         if not lane.is_feature_dim(-1):
             raise NotLaned(f"its {name} is {lane}")
-    if any(isinstance(a, Batch) for lane in (q, k, v) for d in lane.dims[-2:] for a in d):
-        raise NotLaned(f"it attends from one request to another: {q}")
-    if q.has_sites or k.has_sites:
+    if attends_batch(q, k, v):
+        if argument(node, 3, "attn_mask") is not None or argument(node, 5, "is_causal", False):
+            raise NotLaned("it attends to all samples of the batch, with a mask")
+    elif q.has_sites or k.has_sites:
         if argument(node, 5, "is_causal", False):
             raise NotLaned("causal attention isn't narrowed")
         if is_within_rows(q, k, v):
@@ -79,6 +80,19 @@ def attention(m: Marker, node: fx.Node) -> Lane:
         else:
             check_sites(m, q, k, v)
     return Lane((*q.dims[:-1], v.dims[-1]))
+
+
+def attends_batch(q: Lane, k: Lane, v: Lane) -> bool:
+    """Return True if each sample attends to all samples of its call."""
+    lanes = (q, k, v)
+    if not any(isinstance(a, Batch) for lane in lanes for a in lane.dims[-2]):
+        return False
+    outer = [a for lane in lanes for d in lane.dims[:-2] for a in d]
+    if any(lane.dims[-2] != (Batch(),) for lane in lanes) or not all(
+        isinstance(a, Feature) for a in outer
+    ):
+        raise NotLaned(f"it attends from one request to another: {q}")
+    return True
 
 
 @rule("pair_sum")

@@ -16,6 +16,7 @@ from maskfx.ir.lru import LruCache
 from maskfx.ir.pyramid import Window
 from maskfx.ir.sources import (
     Cached,
+    Calls,
     Enter,
     Halo,
     Kept,
@@ -160,6 +161,9 @@ class Layout:
                 return self._rest_spans(segments)
             case Requests():
                 return torch.arange(sum(self.batches))
+            case Calls():
+                numbers = torch.arange(len(self.batches))
+                return numbers.repeat_interleave(torch.tensor(self.batches))
             case RestOwner(segments):
                 spans = self._rest_spans(segments)
                 counts = (spans[:, 1::2] - spans[:, ::2]).sum(1)

@@ -17,6 +17,7 @@ from maskfx.ir.lanes import Lane, batch_axis, fixed_count, grid_segment
 from maskfx.ir.program import Interface
 from maskfx.ir.source_sizes import row_set
 from maskfx.ir.sources import (
+    Calls,
     Down,
     Enter,
     Given,
@@ -87,6 +88,7 @@ class PaddedFrame:
                 Owner()
                 | Spans()
                 | RestSpans()
+                | Calls()
                 | Neighbours()
                 | Weights()
                 | Parents()
@@ -167,6 +169,8 @@ class PaddedFrame:
                 return to_length(table + self._shifts(segments), self.padded_requests)
             case RestSpans():
                 return to_length(table, self.padded_requests)
+            case Calls():
+                return to_length(table, self.padded_requests, len(self.layout.batches))
             case Neighbours(window):
                 rows = grid_segment(window.source)
                 moved = self._moved(table, (rows,))
