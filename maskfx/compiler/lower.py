@@ -18,7 +18,7 @@ from maskfx.compiler.lowering import RULES, Lowering, Node, Operands, aten, rule
 from maskfx.ir.lanes import is_image
 from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import Program
-from maskfx.ir.sources import Lines, Pairs, PairTable, Rest, RestSpans
+from maskfx.ir.sources import Calls, CallSpans, Lines, Pairs, PairTable, Rest, RestSpans
 
 __all__ = ["RULES", "lower", "lower_sums"]
 
@@ -175,7 +175,10 @@ def attend(low: Lowering, given: Operands) -> Node:
     """Attend over all rows, to the keys of the same request alone."""
     call = low.call
     q, k, v = (low.new(given[name]) for name in ("q", "k", "v"))
-    queries, keys = low.owner(given["q_spans"]), low.owner(given["k_spans"])
+    if isinstance(low.source(given["k_spans"]), CallSpans):  # requests attend to their call's
+        queries = keys = low.input("calls", Calls())
+    else:
+        queries, keys = low.owner(given["q_spans"]), low.owner(given["k_spans"])
     loaded = low.source(given["rest_spans"])
     assert isinstance(loaded, RestSpans | Lines)
     if any(map(is_image, loaded.segments)):

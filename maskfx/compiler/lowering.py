@@ -12,7 +12,17 @@ from torch._ops import OpOverload
 
 from maskfx.errors import CompileError
 from maskfx.ir.program import Program
-from maskfx.ir.sources import Lines, Owner, Pairs, Requests, RestOwner, RestSpans, Source, Spans
+from maskfx.ir.sources import (
+    CallSpans,
+    Lines,
+    Owner,
+    Pairs,
+    Requests,
+    RestOwner,
+    RestSpans,
+    Source,
+    Spans,
+)
 
 aten = torch.ops.aten
 Node = fx.Node
@@ -42,7 +52,7 @@ class Lowering:
     def _copy(self, node: Node) -> None:
         if node.op == "placeholder":
             source = self.interface.inputs[str(node.target)]
-            if not isinstance(source, Spans | RestSpans | Pairs):
+            if not isinstance(source, Spans | RestSpans | CallSpans | Pairs):
                 self.values[node] = self.input(str(node.target), source)
                 self.values[node].meta = dict(node.meta)
             return

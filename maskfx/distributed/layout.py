@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from maskfx.distributed.lines import rank_lines
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.tables import (
     TableRead,
@@ -31,6 +32,7 @@ from maskfx.ir.sources import (
     Halo,
     Kept,
     KeySpans,
+    Lines,
     Loaded,
     Merged,
     Neighbours,
@@ -40,6 +42,7 @@ from maskfx.ir.sources import (
     Peers,
     Places,
     Reader,
+    ReadLines,
     ReadSpans,
     Rest,
     RestShare,
@@ -203,6 +206,8 @@ class RankLayout(Layout):
                 return True
             case ReadSpans() | KeySpans() | OwnSpans() | RestShareSpans():
                 return True
+            case ReadLines(lines):
+                return super().on_host(lines)
         return super().on_host(source)
 
     def table(self, source: object) -> Tensor:
@@ -238,6 +243,8 @@ class RankLayout(Layout):
                 )
             case Neighbours() | Parents() | Subsites():
                 return self._picking(source)
+            case Lines() | ReadLines():
+                return rank_lines(source, self)
         return super().table(source)
 
     def _read_counts(self, segment: str) -> list[int]:
@@ -324,7 +331,9 @@ class RankLayout(Layout):
         match source:
             case Halo(_, window):
                 reader = Neighbours(window)
-                return [s.window(window)[1][self._extra(reader, m)] for m, s in numbered]
+                return [
+                    s.window(window)[1][self.read(reader, m, self.rank).extra] for m, s in numbered
+                ]
             case Loaded(_, before, after):
                 return [self._loaded(m, before, after) for m, _ in numbered]
             case RestShare(_, segments):
@@ -336,9 +345,6 @@ class RankLayout(Layout):
                     for m, index in enumerate(whole)
                 ]
         raise AssertionError(f"no rows are picked for {source}")
-
-    def _extra(self, reader: Reader, member: int) -> Tensor:
-        return self.read(reader, member, self.rank).extra
 
     def _loaded(self, member: int, before: Segments, after: Segments) -> Tensor:
         sites, out, base = self.sites[member], [torch.arange(0)], 0

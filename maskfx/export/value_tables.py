@@ -57,6 +57,7 @@ from maskfx.ir.source_sizes import (
 )
 from maskfx.ir.sources import (
     Calls,
+    CallSpans,
     Down,
     Enter,
     Given,
@@ -165,6 +166,8 @@ class ValueTables:
                 return {"kind": "requests"}
             case Calls():
                 return {"kind": "calls"}
+            case CallSpans():
+                return {"kind": "call_spans"}
             case Spans(segments):
                 return {"kind": "spans", "segments": names(segments)}
             case RestSpans(segments):

@@ -14,6 +14,7 @@ from maskfx.ir.program import Tap
 from maskfx.ir.pyramid import Window
 from maskfx.ir.sources import (
     Calls,
+    CallSpans,
     Down,
     Enter,
     Given,
@@ -163,6 +164,8 @@ def sizes_of(
             return LineCount(segments, axis), 2
         case Requests() | Calls():
             return (PerRequest(),)
+        case CallSpans():
+            return PerRequest(), 2
         case Spans(segments) | RestSpans(segments):
             return PerRequest(), 2 * len(segments)
         case Halo(tap, window):

@@ -183,6 +183,11 @@ class Requests:
 
 
 @dataclass(frozen=True)
+class CallSpans:
+    """(requests, 2): start and stop of the requests that belong to the same call as this one."""
+
+
+@dataclass(frozen=True)
 class Calls:
     """(requests,): the number of the call that each request is a batch element of, from 0."""
 
@@ -288,6 +293,14 @@ class ReadSpans:
 
 
 @dataclass(frozen=True)
+class ReadLines:
+    """`Lines` of the rows after an exchange of those that `reader` reads, or of all rows."""
+
+    lines: Lines
+    reader: Neighbours | None = None
+
+
+@dataclass(frozen=True)
 class KeySpans:
     """`Spans` of a rank's rows, in which each row is that of one rank alone."""
 
@@ -348,6 +361,7 @@ Source = (
     | Pairs
     | Requests
     | Calls
+    | CallSpans
     | RestOwner
     | PairTable
     | RankGroups
@@ -357,6 +371,7 @@ Source = (
     | Exchanged
     | Merged
     | ReadSpans
+    | ReadLines
     | KeySpans
     | OwnSpans
     | Places
@@ -367,7 +382,9 @@ Source = (
 
 
 # tables of indices or weights, which follow from masks and sizes alone
-Table = Owner | RestOwner | Requests | Calls | Spans | RestSpans | Reader | Weights | Lines
+Table = (
+    Owner | RestOwner | Requests | Calls | CallSpans | Spans | RestSpans | Reader | Weights | Lines
+)
 Cached = Halo | Rest | Loaded | Kept | RestShare  # rows of the cache as they were recorded
 Tapped = Cached | RestStats | RestSum  # what is made of the rows of a tap
 LowRank = RankGroups | Down | Up | Updated  # what is made of the members' adapters

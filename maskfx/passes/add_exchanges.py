@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.ir.lanes import fixed_count, is_image
+from maskfx.ir.lanes import fixed_count, is_image, of_each
 from maskfx.ir.sources import (
+    CallSpans,
     Enter,
     Exchanged,
     KeySpans,
@@ -22,6 +23,7 @@ from maskfx.ir.sources import (
     Peers,
     Places,
     Reader,
+    ReadLines,
     ReadSpans,
     Rest,
     RestShare,
@@ -63,14 +65,13 @@ class Splitter:
     _known: dict[tuple[fx.Node, Source | None], fx.Node] = field(default_factory=dict)
 
     def split(self, node: fx.Node) -> None:
-        if any(isinstance(self.source(n), Lines) for n in node.all_input_nodes):
-            raise Unsupported(node, "it works along the rows, columns or frames of the picture")
         rules: dict[object, Callable[[fx.Node], bool]] = {
             ops.attend: self.attend,
             ops.gather: lambda n: self.table(n, 2),
             ops.enter: lambda n: self.table(n, 2),
             aten.index_select.default: lambda n: self.table(n, 2),
             ops.group_scale: self.moments,
+            ops.line_scale: self.line_moments,
             ops.site_mean: self.sums,
             ops.site_extreme: self.extreme,
             ops.site_logsumexp: self.extreme,
@@ -133,6 +134,11 @@ class Splitter:
 
     def attend(self, node: fx.Node) -> bool:
         q, k, v, rest_k, rest_v, q_spans, k_spans, rest_spans, bias, *more = node.args
+        lines = self.source(k_spans)
+        if isinstance(lines, CallSpans):  # each rank has all samples
+            return False
+        if isinstance(lines, Lines):
+            return self.attend_lines(node, lines)
         queries, keys = self.segments_of(q_spans), self.segments_of(k_spans)
         if all_fixed(keys):
             return False
@@ -158,6 +164,35 @@ class Splitter:
             for name in ("send", "counts", "order")
         ]
         self.replace(node, edit.emit(ops.merge_parts, out, weight, *tables, self._next()))
+        return True
+
+    def attend_lines(self, node: fx.Node, lines: Lines) -> bool:
+        """Attend to the rows that all ranks have of each line."""
+        (segment,) = lines.segments
+        each = of_each(segment)  # tokens, with a row for each frame
+        if each is not None and all_fixed(each[1:]):
+            return False
+        rest = self.source(node.args[7])
+        assert isinstance(rest, Lines)
+        reader = None if rest.window is None else Neighbours(rest.window)
+        edit, sorting, apart = Editor(self.graph, self.ctx, node), None, None
+        keys = [node_at(node, 1), node_at(node, 2)]
+        if keys[0].target is aten.index_select.default:
+            sorting = self.source(keys[0].args[2])
+        if isinstance(sorting, Lines):
+            keys = [node_at(key, 0) for key in keys]
+        if each is not None:
+            apart = [key.args[1] for key in keys]
+            keys = [node_at(key, 0) for key in keys]
+        keys = self.exchange(edit, keys, lines.segments if each is None else each[1:], reader)
+        if apart is not None:
+            pairs = zip(keys, apart, strict=True)
+            keys = [edit.emit(aten.reshape.default, key, shape) for key, shape in pairs]
+        if isinstance(sorting, Lines):
+            order = read_lines(edit, sorting, reader)
+            keys = [edit.emit(aten.index_select.default, key, 0, order) for key in keys]
+        spans = read_lines(edit, lines, reader)
+        node.args = (node.args[0], *keys, *node.args[3:6], spans, *node.args[7:])
         return True
 
     def pairs(self, node: fx.Node) -> bool:
@@ -189,6 +224,16 @@ class Splitter:
         own = edit.input(f"own_spans_{slug(segments)}", OwnSpans(segments))
         args = (rows, rest, own, self.peers(edit), groups, self._next())
         node.args = (rows, edit.emit(ops.peer_moments, *args), spans, groups, *more)
+        return True
+
+    def line_moments(self, node: fx.Node) -> bool:
+        """Read the moments of all ranks' rows; they are few numbers for each row."""
+        moments, rest, owner, *more = node.args
+        lines = self.source(owner)
+        assert isinstance(lines, Lines)
+        edit = Editor(self.graph, self.ctx, node)
+        (moments,) = self.exchange(edit, [moments], lines.segments)  # type: ignore[list-item]
+        node.args = (moments, rest, read_lines(edit, lines), *more)
         return True
 
     def sums(self, node: fx.Node) -> bool:
@@ -246,6 +291,12 @@ class Splitter:
         new.meta.update({k: v for k, v in node.meta.items() if str(k).startswith("tap")})
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
+
+
+def read_lines(edit: Editor, lines: Lines, reader: Neighbours | None = None) -> fx.Node:
+    """Return a table of the lines of rows after their exchange."""
+    read = "all" if reader is None else reader.window.name
+    return edit.input(f"read_{read}_{lines.name}", ReadLines(lines, reader))
 
 
 def all_fixed(segments: Sequence[str]) -> bool:

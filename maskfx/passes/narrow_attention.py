@@ -23,7 +23,7 @@ from maskfx.ir.lanes import (
     node_shape,
 )
 from maskfx.ir.pyramid import Window
-from maskfx.ir.sources import Calls, Given, Halo, Pairs, Rest
+from maskfx.ir.sources import CallSpans, Given, Halo, Pairs, Rest
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -51,7 +51,7 @@ def narrow_attention(graph: fx.Graph, ctx: PassContext) -> int:
     and     y = pair_sum(q, k, v, "sigmoid")
     becomes y = site_pair_sum(q, k, v, rest_k, rest_v, spans, spans, rest_spans, "sigmoid")
     and     y = scaled_dot_product_attention(q, k, v)   (each sample attends to its batch)
-    becomes y = scaled_dot_product_attention(q, k, v, calls == calls)
+    becomes y = attend(q, k, v, ...)   (to the samples of the same call)
     Keeps   other attention of values without sites.
     """
     count = 0
@@ -93,12 +93,21 @@ def mixes_samples(node: fx.Node) -> bool:
 
 def within_calls(edit: Editor, node: fx.Node) -> None:
     """Let samples attend to those of their own call, in a batch of several calls."""
-    calls = edit.input("calls", Calls())
-    pair = [edit.emit(aten.unsqueeze.default, calls, at) for at in (1, 0)]
-    mask = edit.emit(aten.eq.Tensor, *pair)
-    named = {"scale": attention_scale(edit, node)}
-    out = edit.emit(aten.scaled_dot_product_attention.default, *node.args[:3], mask, **named)
-    edit.replace_plain(out)
+    each = (fixed_segment(1),)  # a row for each sample
+    rows, shape = [], node_shape(node)
+    for value in node.args[:3]:
+        rank, depth = len(node_shape(value)), node_shape(value)[-1]  # type: ignore[arg-type]
+        order = [rank - 2, *range(rank - 2), rank - 1]
+        turned = edit.emit(aten.permute.default, value, order)
+        heads = prod(node_shape(value)[:-2])  # type: ignore[arg-type]
+        rows.append(edit.emit(aten.reshape.default, turned, [-1, heads, depth]))
+    none = [edit.emit(aten.slice.Tensor, value, 0, 0, 0) for value in rows[1:]]
+    spans = edit.spans(each), edit.input("call_spans", CallSpans()), edit.rest_spans(())
+    scale = attention_scale(edit, node)
+    out = edit.emit(ops.attend, *rows, *none, *spans, None, 1, False, scale)
+    apart = edit.emit(aten.reshape.default, out, [-1, *shape[:-2], shape[-1]])
+    order = [*range(1, len(shape) - 1), 0, len(shape) - 1]
+    edit.replace_plain(edit.emit(aten.permute.default, apart, order))
 
 
 def within(edit: Editor, node: fx.Node) -> None:

@@ -12,6 +12,7 @@ from maskfx.ir.pyramid import Window
 from maskfx.ir.source_sizes import PerRequest, Rows, row_set, sizes_of
 from maskfx.ir.sources import (
     Calls,
+    CallSpans,
     Enter,
     Given,
     Neighbours,
@@ -74,6 +75,7 @@ def test_sizes_are_those_of_an_edit_of_any_size(name: str, seed: int) -> None:
         (Spans(TEXT), (), (PerRequest(), 2)),
         (Requests(), (), (PerRequest(),)),
         (Calls(), (), (PerRequest(),)),
+        (CallSpans(), (), (PerRequest(), 2)),
         (Enter(("grid0",), TEXT), TEXT, (Rows(TEXT),)),
         (Parents(1, 2), ("grid2",), (Rows(("grid2",)),)),
         (Subsites(1, 2, 2), ("grid2",), (Rows(("grid2",)),)),

@@ -87,7 +87,35 @@ def spell_attention(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(narrow)
             narrow.args = (node, 0)
             node.meta["val"] = node.meta["val"].unsqueeze(0)
+        elif q.dim() > 4 and len(node.args) == 3 and "attn_mask" not in node.kwargs:
+            merge_heads(graph, node)
     module.recompile()
+
+
+def merge_heads(graph: fx.Graph, node: fx.Node) -> None:
+    """Make one axis of all axes between the batch and the queries of an attention."""
+    value = node.meta["val"]
+    last = value.dim() - 3
+    apart: list[Any] = list(value.shape[1 : last + 1])
+    unknown = [axis for axis, size in enumerate(apart) if not isinstance(size, int)]
+    with graph.inserting_before(node):
+        merged = []
+        for old in node.args[:3]:
+            merged.append(graph.call_function(aten.flatten.using_ints, (old, 1, last)))
+            merged[-1].meta["val"] = old.meta["val"].flatten(1, last)
+        for axis in unknown[1:]:
+            size = graph.call_function(aten.sym_size.int, (node.args[0], axis + 1))
+            size.meta["val"] = apart[axis]
+            apart[axis] = size
+    if unknown:
+        apart[unknown[0]] = -1
+    node.args = tuple(merged)
+    node.meta["val"] = value.flatten(1, last)
+    with graph.inserting_after(node):
+        whole = graph.call_function(aten.unflatten.int, (node, 1, apart))
+    whole.meta["val"] = value
+    node.replace_all_uses_with(whole)
+    whole.args = (node, 1, apart)
 
 
 def widen_mask(node: fx.Node) -> None:

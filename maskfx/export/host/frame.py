@@ -194,6 +194,7 @@ MAKERS: dict[str, Callable[[HostFrame, Document, str], Array]] = {
     "owner": lambda frame, source, _: frame.tables.owners(source["segments"]),
     "rest_owner": lambda frame, source, _: frame.tables.rest_owners(source["segments"]),
     "requests": lambda frame, source, _: np.arange(frame.tables.requests),
+    "call_spans": lambda frame, source, _: frame.tables.call_spans(),
     "calls": lambda frame, source, _: frame.tables.calls(),
     "spans": lambda frame, source, _: frame.tables.spans(source["segments"]),
     "rest_spans": lambda frame, source, _: frame.tables.rest_spans(source["segments"]),

@@ -62,6 +62,12 @@ class BatchTables:
         """Return, for each request, the number of its call."""
         return np.repeat(np.arange(len(self.batches)), self.batches)
 
+    def call_spans(self) -> Index:
+        """Return, for each request, start and stop of the requests of its call."""
+        stops = np.cumsum(self.batches)
+        spans = np.stack([stops - self.batches, stops], 1)
+        return np.repeat(spans, self.batches, 0)
+
     def spans(self, segments: Sequence[str]) -> Index:
         """Return (requests, 2 * segments): start and stop of each request's rows by segment."""
         out, start = np.zeros((self.requests, 2 * len(segments)), dtype=np.int64), 0

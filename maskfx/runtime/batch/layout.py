@@ -17,6 +17,7 @@ from maskfx.ir.pyramid import Window
 from maskfx.ir.sources import (
     Cached,
     Calls,
+    CallSpans,
     Enter,
     Halo,
     Kept,
@@ -80,7 +81,7 @@ class Layout:
         """Return True for tables that Python reads."""
         if isinstance(source, Lines):
             return source.part.endswith("spans")
-        return isinstance(source, (Spans, RestSpans))
+        return isinstance(source, (Spans, RestSpans, CallSpans))
 
     def row_counts(self, segments: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Return the rows of each owner by segment; without segments, one row for each."""
@@ -164,6 +165,11 @@ class Layout:
             case Calls():
                 numbers = torch.arange(len(self.batches))
                 return numbers.repeat_interleave(torch.tensor(self.batches))
+            case CallSpans():
+                stops = torch.tensor(self.batches).cumsum(0)
+                starts = stops - torch.tensor(self.batches)
+                spans = torch.stack([starts, stops], 1)
+                return spans.repeat_interleave(torch.tensor(self.batches), 0)
             case RestOwner(segments):
                 spans = self._rest_spans(segments)
                 counts = (spans[:, 1::2] - spans[:, ::2]).sum(1)

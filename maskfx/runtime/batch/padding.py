@@ -17,7 +17,7 @@ from maskfx.ir.lanes import Lane, batch_axis, fixed_count, grid_segment
 from maskfx.ir.program import Interface
 from maskfx.ir.source_sizes import row_set
 from maskfx.ir.sources import (
-    Calls,
+    CallSpans,
     Down,
     Enter,
     Given,
@@ -88,7 +88,7 @@ class PaddedFrame:
                 Owner()
                 | Spans()
                 | RestSpans()
-                | Calls()
+                | CallSpans()
                 | Neighbours()
                 | Weights()
                 | Parents()
@@ -167,10 +167,8 @@ class PaddedFrame:
                 return self._rows(table, segments, self.requests)
             case Spans():
                 return to_length(table + self._shifts(segments), self.padded_requests)
-            case RestSpans():
+            case RestSpans() | CallSpans():
                 return to_length(table, self.padded_requests)
-            case Calls():
-                return to_length(table, self.padded_requests, len(self.layout.batches))
             case Neighbours(window):
                 rows = grid_segment(window.source)
                 moved = self._moved(table, (rows,))

@@ -1,0 +1,54 @@
+"""Tables of the lines of a picture or a video for the rows of one rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from maskfx.ir.lanes import of_each
+from maskfx.ir.lines import line_table
+from maskfx.ir.sources import Lines, Neighbours, Reader, ReadLines
+from maskfx.runtime.batch.lines import numbered
+
+if TYPE_CHECKING:
+    from maskfx.distributed.layout import RankLayout
+
+
+def rank_lines(source: Lines | ReadLines, layout: RankLayout) -> Tensor:
+    """Return a table of lines about the rows of a rank, or about those after an exchange.
+
+    Lines have the same numbers on all ranks, and on a rank without rows of a line it is empty.
+    """
+    lines = source if isinstance(source, Lines) else source.lines
+    found = []
+    for member, sites in layout.owners():
+        numbers, count = numbered(lines, sites)
+        if isinstance(source, ReadLines):
+            own = rows_after(source.reader, layout, member)
+        else:
+            own = own_rows(source, layout, member)
+        found.append((numbers[own if isinstance(own, slice) else own.numpy()], count))
+    return torch.from_numpy(line_table(lines.part, found))
+
+
+def own_rows(source: Lines, layout: RankLayout, member: int) -> slice | Tensor:
+    """Return a rank's rows of a member, or the cached ones that it loads."""
+    (segment,) = source.segments
+    each = of_each(segment)
+    if each is not None:  # a row of each token for each frame
+        frames, tokens = each
+        return slice(*(frames * place for place in layout.stretch(member, tokens, layout.rank)))
+    if not source.part.startswith("rest_"):
+        return slice(*layout.stretch(member, segment, layout.rank))
+    if source.window is not None:
+        return layout.read(Neighbours(source.window), member, layout.rank).extra
+    return rows_after(None, layout, member)
+
+
+def rows_after(reader: Reader | None, layout: RankLayout, member: int) -> slice | Tensor:
+    """Return the rows of a member that a rank has after an exchange."""
+    if reader is not None:
+        return layout.read(reader, member, layout.rank).rows
+    return slice(None if layout.partition.has_part(member, layout.rank) else 0)

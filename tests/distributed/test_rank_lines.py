@@ -1,0 +1,63 @@
+"""Ranks split steps along the lines of a picture, and along the frames of a video."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import maskfx
+from maskfx import DenseStep, EditStep, RecordStep
+from tests.distributed.test_ranks import BOUND, cache_error, error, shares
+from tests.factories.masks import MASKS
+from tests.factories.own_cases import OWN
+from tests.factories.thread_ranks import ThreadRanks
+from tests.factories.zoo import ZOO
+
+OWNS = (
+    "axial",
+    "film-in-turn",
+    "motion-text-for-each-frame",
+    "motion-one-text",
+    "motion-one-key",
+    "companions",
+)
+NAMES = (
+    *OWNS,
+    "UNetMotionModel",
+    "LatteTransformer3DModel",
+    "UNetSpatioTemporalConditionModel",
+    "UNet3DConditionModel",
+)
+SPLITS = (
+    (2, "equal"),
+    (2, "unequal"),
+    (3, "unequal"),
+    (3, "empty"),
+    (4, "equal"),
+    (2, "members"),
+)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in OWNS else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+)
+def test_a_mixed_batch_of_lines(name: str) -> None:
+    case = OWN[name] if name in OWN else ZOO[name]
+    denoiser = maskfx.compile(case.build())
+    sizes = (case.sizes[0], case.sizes[-1])
+    steps: list[Any] = []
+    for number, (size, kind) in enumerate(zip(sizes, ("random", "stroke"), strict=True)):
+        cache = denoiser.record(**case.inputs(size, number))[1]
+        mask = MASKS[kind](case.mask_shape(size), number)
+        steps.append(EditStep(case.inputs(size, number), mask, cache))
+    steps += [RecordStep(case.inputs(sizes[1], 5)), DenseStep(case.inputs(sizes[0], 6))]
+    for ranks, kind in SPLITS:
+        split = ThreadRanks(denoiser.settings, shares(kind, ranks, len(steps), texts=(False, True)))
+        wanted, got = denoiser.step(steps), denoiser.step(steps, split)
+        assert split.batches > 0
+        for step, ours, theirs in zip(steps, got, wanted, strict=True):
+            if isinstance(step, RecordStep):
+                assert cache_error(ours[1], theirs[1]) < BOUND
+            ours, theirs = (x[0] if isinstance(step, RecordStep) else x for x in (ours, theirs))
+            assert error(ours, theirs) < BOUND
