@@ -16,6 +16,7 @@ from torch import Tensor
 
 from maskfx.compiler.split import Sent
 from maskfx.distributed.layout import RankLayout
+from maskfx.distributed.tables import received_rows, scale_of
 from maskfx.ir.sources import Exchanged
 from maskfx.ops.exchange import Group
 
@@ -111,7 +112,7 @@ class ExchangeOrigins:
     def _found(self, sent: Sent) -> list[dict[int, Tensor | None]]:
         layout = self.layout
         if isinstance(sent, Exchanged):
-            return [places_of(rows) for rows in layout.senders(sent.segments, sent.reader)]
+            return [places_of(rows) for rows in senders(layout, sent)]
         assert isinstance(sent, str), "partial attentions are of one step"
         owners = torch.tensor([member for member, _ in layout.owners()])
         every, partition = places_of(owners), layout.partition
@@ -119,6 +120,15 @@ class ExchangeOrigins:
             {member: places for member, places in every.items() if partition.has_part(member, rank)}
             for rank in range(partition.ranks)
         ]
+
+
+def senders(layout: RankLayout, sent: Exchanged) -> list[Tensor]:
+    """Return, by rank, the member of each row that the layout's rank receives of it."""
+    bases = torch.tensor(layout.starts(sent.segments)[0]).flatten()
+    members = torch.tensor([member for member, _ in layout.owners()]).repeat(len(sent.segments))
+    received = received_rows(*layout.exchanged(sent.segments, sent.reader))[layout.rank]
+    scale = scale_of(sent.reader)
+    return [members[torch.searchsorted(bases, rows // scale, right=True) - 1] for rows in received]
 
 
 def places_of(members: Tensor) -> dict[int, Tensor | None]:

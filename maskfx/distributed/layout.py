@@ -13,14 +13,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from maskfx.distributed.lines import rank_lines
+from maskfx.distributed.lines import rank_lines, read_same_lines
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.tables import (
     TableRead,
     exchange_tables,
     merge_tables,
     read_part,
-    received_rows,
     scale_of,
     scaled,
 )
@@ -47,6 +46,7 @@ from maskfx.ir.sources import (
     Rest,
     RestShare,
     RestShareSpans,
+    SameLines,
     Subsites,
 )
 from maskfx.runtime.batch.layout import Layout
@@ -134,6 +134,8 @@ class RankLayout(Layout):
             case Subsites(coarse, fine, patch):
                 target, rows = f"grid{fine}", sites.active_count(f"grid{coarse}") * patch * patch
                 table = sites.subsites(coarse, fine, patch)
+            case SameLines(_, _, target):
+                return read_same_lines(reader, sites, *self.stretch(member, target, rank))
             case Enter(before, after):
                 source, target = before[segment], after[segment]
                 rows = sites.active_count(source)
@@ -163,11 +165,11 @@ class RankLayout(Layout):
         """Return the tables of this rank's part in an exchange: send, counts, order."""
         key = segments, reader
         if key not in self._exchanges:
-            held, needed, total = self._exchanged(segments, reader)
+            held, needed, total = self.exchanged(segments, reader)
             self._exchanges[key] = exchange_tables(held, needed, self.rank, total)
         return self._exchanges[key]
 
-    def _exchanged(
+    def exchanged(
         self, segments: Segments, reader: Reader | None
     ) -> tuple[list[Tensor], list[Tensor], int]:
         """Return by rank the rows that it has, and those that it reads; and the number of all."""
@@ -176,16 +178,6 @@ class RankLayout(Layout):
         held = [scaled(self.positions(segments, rank), scale) for rank in ranks]
         needed = [self._needed_rows(segments, reader, rank) for rank in ranks]
         return held, needed, total * scale
-
-    def senders(self, segments: Segments, reader: Reader | None) -> list[Tensor]:
-        """Return, by rank, the member of each row that this rank receives of it."""
-        bases = torch.tensor(self.starts(segments)[0]).flatten()
-        members = torch.tensor([member for member, _ in self.owners()]).repeat(len(segments))
-        received = received_rows(*self._exchanged(segments, reader))[self.rank]
-        scale = scale_of(reader)
-        return [
-            members[torch.searchsorted(bases, rows // scale, right=True) - 1] for rows in received
-        ]
 
     def merge(self, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tables by which this rank's partial results are returned and merged."""
@@ -327,17 +319,15 @@ class RankLayout(Layout):
 
     def picks(self, source: Cached) -> list[Tensor]:
         """Return, for each member, the indices of the cached rows that this rank loads."""
-        numbered = list(enumerate(self.sites))
         match source:
             case Halo(_, window):
-                reader = Neighbours(window)
-                return [
-                    s.window(window)[1][self.read(reader, m, self.rank).extra] for m, s in numbered
-                ]
+                return self._extras(Neighbours(window), lambda s: s.window(window)[1])
             case Loaded(_, before, after):
-                return [self._loaded(m, before, after) for m, _ in numbered]
+                return [self._loaded(m, before, after) for m in range(len(self.sites))]
+            case RestShare(_, (segment,), SameLines() as lines):
+                return self._extras(lines, lambda s: s.rest(segment))
             case RestShare(_, segments):
-                return [s.laid_out(segments, self._rest_part(m)) for m, s in numbered]
+                return [s.laid_out(segments, self._rest_part(m)) for m, s in enumerate(self.sites)]
             case Rest() | Kept():
                 whole = super().picks(source)
                 return [
@@ -345,6 +335,11 @@ class RankLayout(Layout):
                     for m, index in enumerate(whole)
                 ]
         raise AssertionError(f"no rows are picked for {source}")
+
+    def _extras(self, reader: Reader, cached: Callable[[ActiveSites], Tensor]) -> list[Tensor]:
+        """Return, for each member, those of the cached rows that a reader reads."""
+        pairs = enumerate(self.sites)
+        return [cached(s)[self.read(reader, m, self.rank).extra] for m, s in pairs]
 
     def _loaded(self, member: int, before: Segments, after: Segments) -> Tensor:
         sites, out, base = self.sites[member], [torch.arange(0)], 0

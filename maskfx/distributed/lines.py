@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from maskfx.distributed.tables import TableRead
 from maskfx.ir.lanes import of_each
 from maskfx.ir.lines import line_table
-from maskfx.ir.sources import Lines, Neighbours, Reader, ReadLines
+from maskfx.ir.sources import Lines, Neighbours, ReadLines, SameLines
 from maskfx.runtime.batch.lines import numbered
+from maskfx.runtime.sites.active import ActiveSites
 
 if TYPE_CHECKING:
     from maskfx.distributed.layout import RankLayout
@@ -26,7 +28,7 @@ def rank_lines(source: Lines | ReadLines, layout: RankLayout) -> Tensor:
     for member, sites in layout.owners():
         numbers, count = numbered(lines, sites)
         if isinstance(source, ReadLines):
-            own = rows_after(source.reader, layout, member)
+            own = rows_read(source, layout, member)
         else:
             own = own_rows(source, layout, member)
         found.append((numbers[own if isinstance(own, slice) else own.numpy()], count))
@@ -44,11 +46,23 @@ def own_rows(source: Lines, layout: RankLayout, member: int) -> slice | Tensor:
         return slice(*layout.stretch(member, segment, layout.rank))
     if source.window is not None:
         return layout.read(Neighbours(source.window), member, layout.rank).extra
-    return rows_after(None, layout, member)
-
-
-def rows_after(reader: Reader | None, layout: RankLayout, member: int) -> slice | Tensor:
-    """Return the rows of a member that a rank has after an exchange."""
-    if reader is not None:
-        return layout.read(reader, member, layout.rank).rows
     return slice(None if layout.partition.has_part(member, layout.rank) else 0)
+
+
+def rows_read(source: ReadLines, layout: RankLayout, member: int) -> slice | Tensor:
+    """Return the rows of a member that a rank has after an exchange, or loads."""
+    if source.reader is None:
+        return slice(None if layout.partition.has_part(member, layout.rank) else 0)
+    read = layout.read(source.reader, member, layout.rank)
+    return read.extra if source.lines.part.startswith("rest_") else read.rows
+
+
+def read_same_lines(reader: SameLines, sites: ActiveSites, start: int, stop: int) -> TableRead:
+    """Return the rows, and the cached rows, in the lines of some of a target's rows."""
+    parts = ("owner", reader.target), ("owner", reader.source), ("rest_owner", reader.source)
+    own, rows, rest = (
+        torch.from_numpy(numbered(Lines(part, (segment,), reader.axis), sites)[0])
+        for part, segment in parts
+    )
+    found = [torch.isin(lines, own[start:stop]).nonzero().flatten() for lines in (rows, rest)]
+    return TableRead(torch.arange(0), *found)

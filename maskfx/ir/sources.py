@@ -255,10 +255,20 @@ class Updated:
     shape: tuple[int, ...] = ()
 
 
-# Further inputs of a graph whose rows are split over ranks. A rank has a part of some requests'
-# rows; of the text of these requests it has a part too, or all rows.
+# Inputs of a graph whose rows are split over ranks. A rank has a part of some requests' rows, and
+# a part or all rows of their texts.
 
-Reader = Neighbours | Parents | Subsites | Enter  # tables that pick rows
+
+@dataclass(frozen=True)
+class SameLines:
+    """Reads, for the rows of segment `target`, the rows of `source` in the same lines."""
+
+    axis: str
+    source: str
+    target: str
+
+
+Reader = Neighbours | Parents | Subsites | Enter | SameLines  # what picks rows
 
 
 @dataclass(frozen=True)
@@ -294,10 +304,10 @@ class ReadSpans:
 
 @dataclass(frozen=True)
 class ReadLines:
-    """`Lines` of the rows after an exchange of those that `reader` reads, or of all rows."""
+    """`Lines` of the rows, fresh or cached, that `reader` reads, or of all rows."""
 
     lines: Lines
-    reader: Neighbours | None = None
+    reader: Neighbours | SameLines | None = None
 
 
 @dataclass(frozen=True)
@@ -328,10 +338,11 @@ class Peers:
 
 @dataclass(frozen=True)
 class RestShare:
-    """The cached rows of a rank's share of the inactive sites of `segments`."""
+    """The cached rows of a rank's share of the inactive sites of `segments`, or of its lines."""
 
     tap: str
     segments: tuple[str, ...]
+    reader: SameLines | None = None
 
 
 @dataclass(frozen=True)
@@ -382,9 +393,8 @@ Source = (
 
 
 # tables of indices or weights, which follow from masks and sizes alone
-Table = (
-    Owner | RestOwner | Requests | Calls | CallSpans | Spans | RestSpans | Reader | Weights | Lines
-)
+Spanning = Spans | RestSpans | CallSpans
+Table = Owner | RestOwner | Requests | Calls | Spanning | Reader | Weights | Lines
 Cached = Halo | Rest | Loaded | Kept | RestShare  # rows of the cache as they were recorded
 Tapped = Cached | RestStats | RestSum  # what is made of the rows of a tap
 LowRank = RankGroups | Down | Up | Updated  # what is made of the members' adapters

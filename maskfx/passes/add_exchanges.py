@@ -28,6 +28,7 @@ from maskfx.ir.sources import (
     Rest,
     RestShare,
     RestShareSpans,
+    SameLines,
     Source,
     Spans,
     Subsites,
@@ -62,7 +63,7 @@ class Splitter:
     ctx: PassContext
     count: int = 0
     exchanges: int = 0
-    _known: dict[tuple[fx.Node, Source | None], fx.Node] = field(default_factory=dict)
+    _known: dict[tuple[fx.Node, Reader | None], fx.Node] = field(default_factory=dict)
 
     def split(self, node: fx.Node) -> None:
         rules: dict[object, Callable[[fx.Node], bool]] = {
@@ -172,9 +173,14 @@ class Splitter:
         each = of_each(segment)  # tokens, with a row for each frame
         if each is not None and all_fixed(each[1:]):
             return False
-        rest = self.source(node.args[7])
+        rest, queries = (self.source(node.args[place]) for place in (7, 5))
         assert isinstance(rest, Lines)
-        reader = None if rest.window is None else Neighbours(rest.window)
+        assert isinstance(queries, Lines)
+        reader: Neighbours | SameLines | None = None
+        if rest.window is not None:
+            reader = Neighbours(rest.window)
+        elif each is None:
+            reader = SameLines(lines.axis, segment, queries.segments[0])
         edit, sorting, apart = Editor(self.graph, self.ctx, node), None, None
         keys = [node_at(node, 1), node_at(node, 2)]
         if keys[0].target is aten.index_select.default:
@@ -191,9 +197,25 @@ class Splitter:
         if isinstance(sorting, Lines):
             order = read_lines(edit, sorting, reader)
             keys = [edit.emit(aten.index_select.default, key, 0, order) for key in keys]
-        spans = read_lines(edit, lines, reader)
-        node.args = (node.args[0], *keys, *node.args[3:6], spans, *node.args[7:])
+        spans, kept = read_lines(edit, lines, reader), node.args[3:5]
+        rest_spans: Any = node.args[7]
+        if isinstance(reader, SameLines):
+            kept = tuple(self.rest_of_lines(edit, value, reader) for value in kept)
+            rest_spans = read_lines(edit, rest, reader)
+        node.args = (node.args[0], *keys, *kept, node.args[5], spans, rest_spans, *node.args[8:])
         return True
+
+    def rest_of_lines(self, edit: Editor, value: Any, reader: SameLines) -> fx.Node:
+        """Return the cached rows of the lines that this rank has rows of."""
+        order = self.source(value.args[2]) if value.op == "call_function" else None
+        source = self.source(value if order is None else value.args[0])
+        assert isinstance(source, Rest)
+        name = f"share_{source.tap}_{name_of((), reader)}"
+        share = edit.input(name, RestShare(source.tap, source.segments, reader))
+        if order is None:
+            return share
+        assert isinstance(order, Lines)
+        return edit.emit(aten.index_select.default, share, 0, read_lines(edit, order, reader))
 
     def pairs(self, node: fx.Node) -> bool:
         """Sum over the keys and values of all ranks."""
@@ -293,10 +315,9 @@ class Splitter:
         self.graph.erase_node(node)
 
 
-def read_lines(edit: Editor, lines: Lines, reader: Neighbours | None = None) -> fx.Node:
-    """Return a table of the lines of rows after their exchange."""
-    read = "all" if reader is None else reader.window.name
-    return edit.input(f"read_{read}_{lines.name}", ReadLines(lines, reader))
+def read_lines(edit: Editor, lines: Lines, reader: Neighbours | SameLines | None = None) -> fx.Node:
+    """Return a table of the lines of rows after their exchange, or of the cached rows read."""
+    return edit.input(f"read_{name_of((), reader)}_{lines.name}", ReadLines(lines, reader))
 
 
 def all_fixed(segments: Sequence[str]) -> bool:
@@ -315,6 +336,8 @@ def read_segments(reader: Reader) -> tuple[str, ...]:
             return (f"grid{coarse}",)
         case Enter(before, _):
             return before
+        case SameLines(_, source, _):
+            return (source,)
 
 
 def name_of(segments: tuple[str, ...], reader: Reader | None) -> str:
@@ -327,4 +350,6 @@ def name_of(segments: tuple[str, ...], reader: Reader | None) -> str:
             return f"subsites_{coarse}_{fine}_{patch}"
         case Enter(before, after):
             return f"enter_{slug(before)}_to_{slug(after)}"
+        case SameLines(axis, source, target):
+            return f"lines_{axis}_{slug((source, 'for', target))}"
     return slug(segments)

@@ -100,7 +100,8 @@ def merge_heads(graph: fx.Graph, node: fx.Node) -> None:
     unknown = [axis for axis, size in enumerate(apart) if not isinstance(size, int)]
     with graph.inserting_before(node):
         merged = []
-        for old in node.args[:3]:
+        sources: Any = node.args[:3]
+        for old in sources:
             merged.append(graph.call_function(aten.flatten.using_ints, (old, 1, last)))
             merged[-1].meta["val"] = old.meta["val"].flatten(1, last)
         for axis in unknown[1:]:
