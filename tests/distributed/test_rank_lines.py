@@ -8,6 +8,8 @@ import pytest
 
 import maskfx
 from maskfx import DenseStep, EditStep, RecordStep
+from maskfx.runtime.steps import SplitRun
+from tests.distributed.test_late_group import late
 from tests.distributed.test_ranks import BOUND, cache_error, error, shares
 from tests.factories.masks import MASKS
 from tests.factories.own_cases import OWN
@@ -61,3 +63,20 @@ def test_a_mixed_batch_of_lines(name: str) -> None:
                 assert cache_error(ours[1], theirs[1]) < BOUND
             ours, theirs = (x[0] if isinstance(step, RecordStep) else x for x in (ours, theirs))
             assert error(ours, theirs) < BOUND
+
+
+@pytest.mark.parametrize("name", ["axial", "film-in-turn", "motion-text-for-each-frame"])
+def test_late_exchanges_of_equal_steps(name: str) -> None:
+    """Rows of the step before are those of this step then, whichever lines a rank reads."""
+    case = OWN[name]
+    denoiser, size = maskfx.compile(case.build()), case.sizes[0]
+    cache = denoiser.record(**case.inputs(size, 0))[1]
+    edit = EditStep(case.inputs(size, 0), MASKS["random"](case.mask_shape(size), 1), cache)
+    steps: list[Any] = [edit, DenseStep(case.inputs(size, 2))]
+    split = ThreadRanks(denoiser.settings, shares("equal", 2, 2))
+    wanted, runs = denoiser.step(steps), [SplitRun() for _ in steps]
+    for number in range(2):
+        own = [late(step, run, number) for step, run in zip(steps, runs, strict=True)]
+        got = denoiser.step(own, split)
+        assert max(map(error, got, wanted)) < BOUND
+    assert [run.reads for run in runs] == [1, 1]
