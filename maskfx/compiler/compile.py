@@ -14,6 +14,7 @@ from maskfx.compiler.build_program import build
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.marked import MarkedGraph, fresh_copy
 from maskfx.ir import progress
+from maskfx.ir.lanes import NotLaned
 from maskfx.ir.program import Interface, Program, SideGraph
 from maskfx.ir.pyramid import Pyramid
 from maskfx.passes.context import NoRows, PassContext, Unsupported
@@ -85,6 +86,10 @@ def compile_capture(
             if not note_refusal(reasons, refused):
                 break
             continue
+        except NotLaned as refused:  # a size that no pass can work with
+            reasons["compiler"] = str(refused)
+            log.debug("runs dense: %s", refused)
+            break
         except Exception as error:
             log.exception("the compiler failed; the denoiser runs dense")
             reasons["compiler"] = f"{type(error).__name__}: {error}"

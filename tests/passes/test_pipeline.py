@@ -19,6 +19,7 @@ from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import compile_capture
 from maskfx.compiler.marked import fresh_copy
 from maskfx.errors import CompileError
+from maskfx.ir.lanes import NotLaned
 from maskfx.ir.program import Interface
 from maskfx.passes.context import PassContext, Unsupported, from_rows, op_name
 from maskfx.passes.drop_guards import drop_guards
@@ -250,6 +251,18 @@ def test_a_pass_that_breaks_the_compiler_leaves_the_denoiser_dense(found: Captur
 
 
 # Records.
+
+
+def test_a_size_that_data_decides_leaves_the_denoiser_dense_without_a_traceback(
+    found: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    def meets_data(graph: fx.Graph, ctx: PassContext) -> int:
+        raise NotLaned("the size u0 depends on what a tensor holds")
+
+    compilation = compile_capture(found, inserted(meets_data, "mark_lanes"))
+    assert compilation.program is None
+    assert compilation.reasons == {"compiler": "the size u0 depends on what a tensor holds"}
+    assert not caplog.records
 
 
 def test_records_count_rewrites(found: Capture) -> None:
