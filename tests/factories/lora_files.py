@@ -83,3 +83,15 @@ def dying_once(path: str) -> bytes:
 
 def dying(path: str) -> bytes:
     os._exit(9)
+
+
+def unreliable(path: str) -> bytes:
+    """Hang, end the process, fail or read, by the name of the file."""
+    name = Path(path).name
+    if name.startswith("hangs"):
+        time.sleep(3600)
+    if name.startswith("ends"):
+        os._exit(9)
+    if name.startswith("fails"):
+        raise OSError(5, "the store failed")
+    return Path(path).read_bytes()
