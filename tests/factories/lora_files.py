@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from maskfx.runtime.lora.layers import KINDS
+
 
 def is_query(layer: str) -> bool:
     return layer.endswith(".to_q")
@@ -30,7 +32,7 @@ def lora_tensors(
     draw = torch.Generator().manual_seed(seed)
     found = {}
     for layer, own in module.named_modules():
-        if isinstance(own, (nn.Linear, nn.Conv2d)) and chosen(layer):
+        if isinstance(own, KINDS) and chosen(layer):
             shape = own.weight.shape
             down = torch.randn(rank, *shape[1:], generator=draw)
             up = scale * torch.randn(shape[0], rank, *[1] * (len(shape) - 2), generator=draw)

@@ -9,13 +9,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from maskfx.errors import InputError
 from maskfx.pipelines.lora_files import LoraTarget, converted
+from maskfx.runtime.lora import files
 from maskfx.runtime.lora.adapter import Adapter
-from maskfx.runtime.lora.files import METADATA, AdapterFile, FileLimits, parse, read_adapter_file
+from maskfx.runtime.lora.files import (
+    METADATA,
+    AdapterFile,
+    FileLimits,
+    parse,
+    read_adapter_file,
+    targets_of,
+)
 from tests.factories.lora_files import lora_tensors
 from tests.factories.pipelines import PIPES
 
@@ -50,6 +58,17 @@ def pair(target: LoraTarget, part: str, layer: str, rank: int = 2) -> tuple[Tens
     ones = [1] * (len(inputs) - 1)
     down = torch.randn(rank, *inputs, generator=draw)
     return down, torch.randn(outputs, rank, *ones, generator=draw)
+
+
+def test_convolutions_of_any_dimension_are_layers() -> None:
+    module = nn.ModuleDict({"line": nn.Conv1d(4, 6, 3), "film": nn.Conv3d(4, 6, (1, 2, 2))})
+    module["each"] = nn.Conv3d(4, 4, 3, groups=4)  # of one channel each
+    targets = targets_of(module)
+    assert targets == {"line": (6, 4, 3), "film": (6, 4, 1, 2, 2)}
+    tensors = lora_tensors("", module, chosen=lambda layer: layer in targets)
+    own = {"": {key.removeprefix("."): value for key, value in tensors.items()}}
+    found = files.adapter_of("a", own, {}, {}, {"": targets}, LIMITS)
+    assert found.parts[""]["film"].down.shape == (2, 4, 1, 2, 2)
 
 
 def test_kohya_and_diffusers_names_give_the_same_adapter(unet: LoraTarget) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from maskfx.errors import InputError
 from maskfx.runtime.lora.adapter import Adapter, Layers, LowRank
-from maskfx.runtime.lora.layers import weight_shape
+from maskfx.runtime.lora.layers import KINDS, weight_shape
 
 DOWN, UP, ALPHA = ".lora_A.weight", ".lora_B.weight", ".alpha"
 METADATA = "lora_adapter_metadata"  # under which diffusers stores peft's settings
@@ -183,7 +183,7 @@ def targets_of(module: nn.Module) -> dict[str, Shape]:
     return {
         layer: weight_shape(part)
         for layer, part in module.named_modules()
-        if isinstance(part, (nn.Linear, nn.Conv2d)) and getattr(part, "groups", 1) == 1
+        if isinstance(part, KINDS) and getattr(part, "groups", 1) == 1
     }
 
 
