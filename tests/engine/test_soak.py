@@ -42,6 +42,7 @@ def drawn(draw: random.Random) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_nothing_is_lost_and_nothing_leaks(tmp_path: Path) -> None:
     pipe = compiled(PIPES[FLUX].build())
     for seed, name in enumerate((*GOOD, *BAD)):
