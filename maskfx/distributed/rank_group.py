@@ -15,13 +15,15 @@ from dataclasses import replace
 from typing import Any
 
 from maskfx.compiler.split import SplitProgram
+from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.late_runs import Division, LateRuns, Members, cut_evenly
 from maskfx.distributed.links import LinkCosts, prefers_keys_by_rank, shared_texts
 from maskfx.distributed.messages import PartRequest, PartResult, RankRequest, WholeRequest
 from maskfx.distributed.partition import Partition, by_member
-from maskfx.distributed.processes import RankFailure, RankProcesses, Waits
+from maskfx.distributed.processes import RankFailure, RankProcesses
 from maskfx.distributed.rank_pool import Lease, NoRanks, RankPool
 from maskfx.distributed.rank_step import RankPrograms, joined
+from maskfx.distributed.restarts import Restarts
 from maskfx.distributed.work import RankWork
 from maskfx.errors import InputError
 from maskfx.ir.program import Program
@@ -52,6 +54,8 @@ class RankGroup:
         costs: What exchanges and loads cost.
         late_bytes: The bytes of others' rows that each rank may hold between the steps of requests
             with late exchanges. The steps of a request without room wait.
+        restarts: Limits how many processes are started in place of failed ones; by default 8 in an
+            hour.
     """
 
     def __init__(
@@ -63,11 +67,14 @@ class RankGroup:
         waits: Waits | None = None,
         costs: LinkCosts | None = None,
         late_bytes: int = LATE_BYTES,
+        restarts: Restarts | None = None,
     ) -> None:
         if type(ranks) is not int or ranks < 1:
             raise InputError(f"RankGroup: ranks={ranks!r}: give 1 process or more")
         self.denoiser, self.costs = denoiser, costs or LinkCosts()
-        self.pool = RankPool(denoiser, ranks, threads, backend, waits or Waits())
+        self.pool = RankPool(
+            denoiser, ranks, threads, backend, waits or Waits(), restarts or Restarts()
+        )
         self.failures = 0  # steps that ran again because a rank failed
         self.computed_here = 0  # batches computed in this process instead
         self.last: list[PartResult | None] = []  # by rank, of the last batch that was split

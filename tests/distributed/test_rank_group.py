@@ -14,8 +14,8 @@ import pytest
 
 import maskfx
 from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep
+from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.partition import Partition
-from maskfx.distributed.processes import Waits
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.errors import InputError
 from maskfx.runtime.steps import LateExchange, SplitRun
@@ -138,30 +138,6 @@ def test_a_recording_over_ranks(denoiser: CompiledDenoiser, group: RankGroup) ->
     assert group.computed_here == 0
     assert error(ours, output) < BOUND
     assert cache_error(own, cache) < BOUND
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_ended_and_replaced(
-    denoiser: CompiledDenoiser, group: RankGroup
-) -> None:
-    steps = edit_and_dense(denoiser, 5)
-    wanted = denoiser.step(steps)
-    denoiser.step(steps, group.on(2, EVEN))
-    assert group.pool.ranks is not None
-    pid = group.pool.ranks.all[0].child.pid
-    os.kill(pid, signal.SIGSTOP)
-    start = time.monotonic()
-    assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
-    assert time.monotonic() - start < 60
-    assert (group.failures, group.computed_here) == (1, 0)
-    until = time.monotonic() + 120
-    while len(group.pool.ranks.all) < 2 and time.monotonic() < until:
-        assert worst(denoiser.step(steps, group.on(2)), wanted) < BOUND
-        time.sleep(0.5)
-    assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
-    assert len([part for part in group.last if part is not None]) == 2
-    assert pid not in [process.child.pid for process in group.pool.ranks.all]
-    assert group.failures == 1
 
 
 @pytest.mark.slow
