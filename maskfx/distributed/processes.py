@@ -22,6 +22,8 @@ from typing import Any
 import torch.multiprocessing  # noqa: F401  registers how weights are shared
 
 from maskfx.distributed.heartbeat import LOOK, HeartbeatReader, HeartbeatWatch, Waits, hung
+from maskfx.distributed.links import LinkCosts
+from maskfx.distributed.measure import slowest
 from maskfx.distributed.messages import PartRequest, RankRequest, World
 from maskfx.distributed.restarts import Restarts
 from maskfx.runtime.processes.child_process import ChildProcess
@@ -86,6 +88,8 @@ class RankProcesses:
         waits: Time limits.
         folder: Where the processes find each other.
         restarts: Limits how many processes are started in place of failed ones.
+
+    `costs` are those that the ranks measured when they started.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class RankProcesses:
             self._answers(dict.fromkeys(range(count)), waits.start)  # of "hello"
             self._each({n: ("module", packed(held)) for n in range(count)}, waits.start)
             self._join()
+            self.costs = self._measured()
         except BaseException:
             self.stop()
             raise
@@ -196,6 +201,13 @@ class RankProcesses:
 
     def _coming(self) -> int:
         return self.size + len(self._starting)
+
+    def _measured(self) -> LinkCosts | None:
+        """Return what exchanges cost; None for one rank, which has none."""
+        if self.count == 1:
+            return None
+        questions = {number: ("measure",) for number in range(self.count)}
+        return slowest(self._each(questions, self.waits.start, limits=self.waits).values())
 
     def _join(self) -> None:
         self.apart = True

@@ -22,6 +22,8 @@ from maskfx.compiler.capture.roles import Roles
 from maskfx.config import Settings
 from maskfx.distributed.heartbeat import HeartbeatWriter
 from maskfx.distributed.late_group import HeldRows, LateGroup
+from maskfx.distributed.links import LinkCosts
+from maskfx.distributed.measure import measure_links
 from maskfx.distributed.messages import (
     PartRequest,
     PartResult,
@@ -70,6 +72,8 @@ class RankState:
             case "world":
                 self.join(*rest)
                 return None
+            case "measure":
+                return self.measure()
             case "part":
                 return self.compute(*rest)
             case "whole":
@@ -107,6 +111,13 @@ class RankState:
         self.late = None
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def measure(self) -> LinkCosts:
+        """Measure exchanges with all other ranks."""
+        assert self.world is not None
+        ranks = range(self.world.ranks)
+        group = ProcessGroup(ranks, self._number, self.world.seconds, self.heartbeat.waiting)
+        return measure_links(group, self.world.ranks)
 
     def compute(self, request: PartRequest) -> PartResult:
         assert self.denoiser is not None
