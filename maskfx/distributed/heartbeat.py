@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 PERIOD = 0.05  # seconds between two heartbeats
 LOOK = 0.05  # seconds between two looks of the parent
 USED = 1_000_000  # nanoseconds of CPU time that count as progress
+
+RUNS, STOPPED = ("R", "D"), "T"  # states: runs or waits for a core, waits for a disk; is stopped
 
 BEATS, CPU, EXCHANGE = range(3)  # places in the memory: 64-bit numbers
 SIZE = 24
@@ -118,24 +121,40 @@ class Heartbeat(Protocol):
 class HeartbeatWatch:
     """Follows the heartbeats of a rank from one look to the next.
 
-    The time between two looks counts up to a limit: this process may have been stopped too.
+    The time between two looks counts up to a limit: this process may have been stopped too. Nor
+    does the time count in which the rank's main thread runs, waits for a core or for a disk.
+
+    Args:
+        heartbeat: What the rank writes.
+        now: The time.
+        state: Returns the state of its main thread, see `process_state`.
     """
 
-    def __init__(self, heartbeat: Heartbeat, now: float) -> None:
+    def __init__(self, heartbeat: Heartbeat, now: float, state: Callable[[], str]) -> None:
         self.signs, self._heartbeat, self._last = Signs(), heartbeat, now
+        self._state = state
         self._beats, self._cpu, _ = heartbeat.read()
 
     def look(self, now: float) -> Signs:
         beats, cpu, exchange = self._heartbeat.read()
         passed, self._last = min(now - self._last, 4 * LOOK), now
-        signs = self.signs
-        signs.silent = 0.0 if beats != self._beats else signs.silent + passed
+        signs, runs = self.signs, self._state() in RUNS
+        signs.silent = 0.0 if runs or beats != self._beats else signs.silent + passed
         moved = exchange != signs.exchange or cpu - self._cpu > USED
-        signs.idle = 0.0 if moved else signs.idle + passed
+        signs.idle = 0.0 if runs or moved else signs.idle + passed
         signs.exchange, self._beats = exchange, beats
         if moved:
             self._cpu = cpu
         return signs
+
+
+def process_state(pid: int) -> str:
+    """Return the state of a process's main thread as Linux names it; "" where it isn't known."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return stat.rpartition(")")[2].split()[0]
 
 
 def hung(signs: Mapping[int, Signs], waits: Waits) -> dict[int, str]:

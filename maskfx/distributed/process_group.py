@@ -1,4 +1,4 @@
-"""ProcessGroup: exchanges between processes by torch.distributed, on gloo or NCCL.
+"""ProcessGroup: exchanges between processes by torch.distributed, on gloo.
 
 All exchanges are sends and receives over the world group, so that a step may run on any ordered
 subset of the ranks, and no group is made while serving.

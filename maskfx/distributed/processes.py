@@ -21,7 +21,15 @@ from typing import Any
 
 import torch.multiprocessing  # noqa: F401  registers how weights are shared
 
-from maskfx.distributed.heartbeat import LOOK, HeartbeatReader, HeartbeatWatch, Waits, hung
+from maskfx.distributed.heartbeat import (
+    LOOK,
+    STOPPED,
+    HeartbeatReader,
+    HeartbeatWatch,
+    Waits,
+    hung,
+    process_state,
+)
 from maskfx.distributed.links import LinkCosts
 from maskfx.distributed.measure import slowest
 from maskfx.distributed.messages import PartRequest, RankRequest, World
@@ -62,6 +70,18 @@ class RankProcess:
     def receive(self) -> tuple[object, Exception | None]:
         found: tuple[object, Exception | None] = unpack(self.child.channel.receive())
         return found
+
+    def watch(self, now: float) -> HeartbeatWatch:
+        return HeartbeatWatch(self.heartbeat, now, lambda: process_state(self.child.pid))
+
+    def stopped(self, seconds: float) -> bool:
+        """Return True if the process is stopped, and still is after some seconds."""
+        until = time.monotonic() + seconds
+        while process_state(self.child.pid) == STOPPED:
+            if time.monotonic() >= until:
+                return seconds > 0
+            time.sleep(LOOK)
+        return False
 
     def note(self, request: RankRequest) -> None:
         """Remember which recordings a request has brought."""
@@ -219,7 +239,7 @@ class RankProcesses:
         questions = {n: ("world", world) for n, world in enumerate(worlds)}
         self._each(questions, self.waits.start, limits=limits, grace=self.waits.stall)
         for process in self.all:  # from now on it reads and writes without long breaks
-            process.child.channel.limit(self.waits.silence + self.waits.stall)
+            process.child.channel.limit(self.waits.exchange)
         self.apart = False
 
     def _each(
@@ -242,6 +262,9 @@ class RankProcesses:
         unread: dict[int, str] = {}
         for number, question in questions.items():
             process = self.all[number]
+            if process.stopped(0.0 if limits is None else limits.silence):
+                unread[number] = "it is stopped"
+                continue
             try:
                 process.send(*question)
                 if requests is not None:
@@ -273,7 +296,7 @@ class RankProcesses:
         repeats = True  # whether the step may succeed if it runs again
         now = time.monotonic()
         until = now + seconds
-        watches = {n: HeartbeatWatch(p.heartbeat, now) for n, p in waiting.items()}
+        watches = {n: p.watch(now) for n, p in waiting.items()}
         while waiting:
             if wrong:  # the others fail in their next exchange
                 until = min(until, time.monotonic() + grace)

@@ -3,7 +3,8 @@
 The ranks hold the denoiser over weights in shared memory, and no request's state but recordings. A
 step may run on any of them, in any number, and steps on disjoint sets of ranks run at the same
 time. If a rank dies or doesn't answer, the step runs again on the others; if none is left or a step
-can't be split, it runs in this process.
+can't be split, it runs in this process. CPU only: no rank has a device of its own, so denoisers on
+other devices are refused.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class RankGroup:
         denoiser: The denoiser; its weights are moved to memory that the ranks share.
         ranks: The number of processes, which start at the first step.
         threads: The number of threads of each.
-        backend: What torch.distributed exchanges with: "gloo", or "nccl" on GPUs.
+        backend: What torch.distributed exchanges with; ranks were tried with "gloo" alone.
         waits: The time that a step, an exchange and a start may take.
         costs: What exchanges and loads cost; by default the ranks measure it when they start.
         late_bytes: The bytes of others' rows that each rank may hold between the steps of requests
@@ -72,6 +73,12 @@ class RankGroup:
     ) -> None:
         if type(ranks) is not int or ranks < 1:
             raise InputError(f"RankGroup: ranks={ranks!r}: give 1 process or more")
+        devices = {weight.device for weight in denoiser.module.parameters()}
+        if other := sorted(str(device) for device in devices if device.type not in ("cpu", "meta")):
+            raise InputError(
+                f"RankGroup: {type(denoiser.module).__name__} is on {', '.join(other)}, and ranks "
+                "compute on the CPU: move it there, or leave ranks out"
+            )
         self.denoiser, self.given_costs = denoiser, costs
         self.pool = RankPool(
             denoiser, ranks, threads, backend, waits or Waits(), restarts or Restarts()

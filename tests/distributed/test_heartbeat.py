@@ -11,7 +11,15 @@ import pytest
 
 import maskfx
 from maskfx import CompiledDenoiser
-from maskfx.distributed.heartbeat import LOOK, USED, HeartbeatWatch, Signs, Waits, hung
+from maskfx.distributed.heartbeat import (
+    LOOK,
+    USED,
+    HeartbeatWatch,
+    Signs,
+    Waits,
+    hung,
+    process_state,
+)
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
 from tests.distributed import tiny
@@ -26,7 +34,10 @@ class Written:
     """Heartbeats that a test writes."""
 
     def __init__(self) -> None:
-        self.beats, self.cpu, self.exchange = 0, 0, 0
+        self.beats, self.cpu, self.exchange, self.state = 0, 0, 0, "S"
+
+    def watch(self) -> HeartbeatWatch:
+        return HeartbeatWatch(self, 10.0, lambda: self.state)
 
     def read(self) -> tuple[int, ...]:
         return self.beats, self.cpu, self.exchange
@@ -34,7 +45,7 @@ class Written:
 
 def test_what_counts_as_silence_and_as_progress() -> None:
     written = Written()
-    watch = HeartbeatWatch(written, 10.0)
+    watch = written.watch()
     signs = watch.look(10.0 + LOOK)
     assert (signs.silent, signs.idle) == pytest.approx((LOOK, LOOK))
     written.beats, written.cpu = 1, USED // 2  # less than counts
@@ -50,9 +61,26 @@ def test_what_counts_as_silence_and_as_progress() -> None:
 
 
 def test_time_in_which_nobody_looked_isnt_silence() -> None:
-    watch = HeartbeatWatch(Written(), 10.0)
+    watch = Written().watch()
     signs = watch.look(5000.0)
     assert max(signs.silent, signs.idle) <= 4 * LOOK
+
+
+@pytest.mark.parametrize(
+    ("state", "counts"), [("R", False), ("D", False), ("S", True), ("T", True)]
+)
+def test_a_thread_that_waits_for_a_core_or_a_disk_isnt_idle(state: str, counts: bool) -> None:
+    written = Written()
+    watch = written.watch()
+    watch.look(10.0 + LOOK)
+    written.state = state
+    signs = watch.look(10.0 + 2 * LOOK)
+    assert (signs.silent, signs.idle) == pytest.approx((2 * LOOK * counts,) * 2)
+
+
+def test_the_state_of_a_process() -> None:
+    assert process_state(os.getpid()) in ("R", "")
+    assert process_state(1 << 30) == ""
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from maskfx.errors import InputError
 from maskfx.runtime.steps import LateExchange, SplitRun
 from tests.distributed import tiny
 from tests.distributed.test_ranks import BOUND, cache_error, error
+from tests.factories import emulated
 from tests.factories.masks import MASKS
 from tests.factories.thread_ranks import ThreadRanks
 
@@ -244,3 +245,9 @@ def test_a_rank_computes_whole_steps(denoiser: CompiledDenoiser, group: RankGrou
         group.on((0,)).run(denoiser, [DenseStep({"sample": "none"})])
     assert group.computed_here == 1
     assert worst(group.on(2, EVEN).run(denoiser, steps[:2]), wanted[:2]) < BOUND
+
+
+def test_it_refuses_denoisers_on_other_devices() -> None:
+    module = tiny.build().to(f"{emulated.NAME}:0")
+    with pytest.raises(InputError, match=r"Tiny is on .*:0, and ranks compute on the CPU"):
+        RankGroup(maskfx.compile(module), 2)
