@@ -77,7 +77,7 @@ def measure(shape: Shape, rounds: int, share: float) -> list[dict[str, Any]]:
 def row_of(
     group: RankGroup, name: str, steps: list[Any], costs: LinkCosts, rounds: int
 ) -> dict[str, Any]:
-    group.costs = costs
+    group.given_costs = costs
     parts: dict[int, list[Any]] = {1: [], 2: []}
 
     def run(ranks: int) -> None:

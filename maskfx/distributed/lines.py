@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from maskfx.distributed.partition import Partition
 from maskfx.distributed.tables import TableRead
 from maskfx.ir.lanes import of_each
 from maskfx.ir.lines import line_table
-from maskfx.ir.sources import Lines, Neighbours, ReadLines, SameLines
+from maskfx.ir.sources import Lines, Neighbours, Reader, ReadLines, SameLines
 from maskfx.runtime.batch.lines import numbered
 from maskfx.runtime.sites.active import ActiveSites
 
-if TYPE_CHECKING:
-    from maskfx.distributed.layout import RankLayout
+
+class RankRows(Protocol):
+    """The rows of one rank: a `RankLayout`."""
+
+    partition: Partition
+    rank: int
+
+    def owners(self) -> Iterator[tuple[int, ActiveSites]]: ...
+
+    def stretch(self, member: int, segment: str, rank: int) -> tuple[int, int]: ...
+
+    def read(self, reader: Reader, member: int, rank: int, segment: int = 0) -> TableRead: ...
 
 
-def rank_lines(source: Lines | ReadLines, layout: RankLayout) -> Tensor:
+def rank_lines(source: Lines | ReadLines, layout: RankRows) -> Tensor:
     """Return a table of lines about the rows of a rank, or about those after an exchange.
 
     Lines have the same numbers on all ranks, and on a rank without rows of a line it is empty.
@@ -35,7 +47,7 @@ def rank_lines(source: Lines | ReadLines, layout: RankLayout) -> Tensor:
     return torch.from_numpy(line_table(lines.part, found))
 
 
-def own_rows(source: Lines, layout: RankLayout, member: int) -> slice | Tensor:
+def own_rows(source: Lines, layout: RankRows, member: int) -> slice | Tensor:
     """Return a rank's rows of a member, or the cached ones that it loads."""
     (segment,) = source.segments
     each = of_each(segment)
@@ -49,7 +61,7 @@ def own_rows(source: Lines, layout: RankLayout, member: int) -> slice | Tensor:
     return slice(None if layout.partition.has_part(member, layout.rank) else 0)
 
 
-def rows_read(source: ReadLines, layout: RankLayout, member: int) -> slice | Tensor:
+def rows_read(source: ReadLines, layout: RankRows, member: int) -> slice | Tensor:
     """Return the rows of a member that a rank has after an exchange, or loads."""
     if source.reader is None:
         return slice(None if layout.partition.has_part(member, layout.rank) else 0)

@@ -11,16 +11,17 @@ from maskfx.distributed.partition import Partition
 from maskfx.distributed.work import Work
 from maskfx.ir.lanes import is_image, is_text
 from maskfx.ir.program import Program
-from maskfx.ir.sources import Exchanged, Rest
+from maskfx.ir.sources import Exchanged, Merged, Rest, RestShare
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """Seconds that exchanges and loads take.
+    """Seconds that exchanges, loads and products take.
 
-    The defaults are those of gloo between processes of one machine.
+    A `RankGroup` measures them when its ranks start (`measure_links`); the defaults are those of
+    gloo between processes of one machine.
 
     Args:
         exchange: Seconds of an exchange without data.
@@ -36,7 +37,8 @@ class LinkCosts:
 
 
 def prefers_keys_by_rank(
-    program: Program,
+    gathered: SplitProgram,
+    by_rank: SplitProgram,
     frame: Frame,
     members: Sequence[Member],
     partition: Partition,
@@ -47,18 +49,34 @@ def prefers_keys_by_rank(
     Gathering keys and values sends as many bytes as gathering queries and returning partial
     results. The latter takes one exchange more per attention, and a rank then reads its share of
     the cached keys and values, not all of them.
+
+    Args:
+        gathered: The program that exchanges keys and values.
+        by_rank: The one whose ranks read their share of cached keys.
+        frame: The whole batch.
+        members: Its members.
+        partition: The ranks' shares of them.
+        costs: What exchanges and loads cost.
     """
-    split = [
-        sum(partition.has_part(m, r) for r in range(partition.ranks)) for m in range(len(members))
-    ]
-    if max(split) == 1:
+    most = max(sum(share > 0 for share in own) for own in partition.shares)
+    names = shared_keys(gathered, by_rank)
+    if most == 1 or not names:
         return False
-    names = [n for n, s in program.interface.inputs.items() if isinstance(s, Rest)]
-    most = max(split)
     nbytes = sum(frame.loaded_bytes(members, names).values())
     saved = costs.load * nbytes * (1 - 1 / most)
-    attentions = len(names) / 2  # keys and values
+    attentions = sum(isinstance(sent, Merged) for sent in by_rank.exchanges.values())
     return saved > costs.exchange * attentions
+
+
+def shared_keys(gathered: SplitProgram, by_rank: SplitProgram) -> list[str]:
+    """Return the inputs with cached keys and values of which ranks may read their shares.
+
+    Attention along lines isn't among them: it gathers keys and values in any case.
+    """
+    inputs = gathered.program.interface.inputs
+    shares = {s.tap for s in by_rank.program.interface.inputs.values() if isinstance(s, RestShare)}
+    shares -= {s.tap for s in inputs.values() if isinstance(s, RestShare)}
+    return [name for name, s in inputs.items() if isinstance(s, Rest) and s.tap in shares]
 
 
 def shared_texts(

@@ -18,7 +18,7 @@ class World:
         store: A file through which they find each other.
         rank: The number of this rank.
         ranks: The number of all.
-        backend: "gloo" or "nccl".
+        backend: What torch.distributed exchanges with: "gloo".
         seconds: The time that joining or an exchange may take.
     """
 

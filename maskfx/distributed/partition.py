@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 Stretch = tuple[int, int]
@@ -57,6 +57,11 @@ class Partition:
         """Return the rank whose rows count where each rank has the same ones."""
         return next(rank for rank in range(self.ranks) if self.has_part(member, rank))
 
+    @property
+    def cut(self) -> tuple[bool, ...]:
+        """Return, by member, whether more ranks than one have a part of it."""
+        return tuple(sum(share > 0 for share in own) > 1 for own in self.shares)
+
     def peers(self, rank: int) -> list[int]:
         """Return the other ranks that have a part of one of this rank's members."""
         own = [m for m in range(len(self.shares)) if self.has_part(m, rank)]
@@ -67,41 +72,53 @@ class Partition:
         ]
 
 
-def by_member(costs: Sequence[float], ranks: int, most: float = 1.15) -> Partition:
-    """Split a batch between its members first, and a member between ranks where that is faster.
-
-    Members are assigned whole, the most expensive first, to the rank with the least work. If the
-    longest work of a rank then exceeds the mean by the factor `most`, the members are laid out one
-    after another and cut into equal parts, so that at most `ranks - 1` members are split.
+def divisions(costs: Sequence[float], ranks: int) -> Iterator[Partition]:
+    """Yield ways to divide a batch: whole members first, then cut over 2 and more of the ranks.
 
     Args:
         costs: The predicted cost of each member.
         ranks: The number of ranks.
-        most: The greatest imbalance that needs no exchange: what an exchange costs, as a share of
-            the step.
     """
+    yield whole_members(costs, ranks)
+    if sum(costs) > 0:
+        for degree in range(2, ranks + 1):
+            yield cut_members(costs, ranks, degree)
+
+
+def whole_members(costs: Sequence[float], ranks: int) -> Partition:
+    """Give each member, the most expensive first, to the rank with the least work."""
     work = [0.0] * ranks
     chosen: dict[int, int] = {}
     for member in sorted(range(len(costs)), key=lambda m: -costs[m]):
         rank = min(range(ranks), key=lambda r: work[r])
         chosen[member] = rank
         work[rank] += costs[member]
-    mean = sum(costs) / ranks
-    if mean <= 0 or max(work) <= most * mean:
-        return Partition(
-            tuple(
-                tuple(float(rank == chosen[m]) for rank in range(ranks)) for m in range(len(costs))
-            )
-        )
-    shares, at = [], 0.0
+    return Partition(
+        tuple(tuple(float(rank == chosen[m]) for rank in range(ranks)) for m in range(len(costs)))
+    )
+
+
+def cut_members(costs: Sequence[float], ranks: int, degree: int) -> Partition:
+    """Lay the members out one after another and cut them into equal parts.
+
+    At most `degree - 1` members are cut.
+
+    Args:
+        costs: The predicted cost of each member.
+        ranks: The number of ranks.
+        degree: The number of those that get a part.
+    """
+    shares, at, mean = [], 0.0, sum(costs) / degree
+    rest = (0.0,) * (ranks - degree)
     for cost in costs:
         parts = [
             max(0.0, min(at + cost, (rank + 1) * mean) - max(at, rank * mean))
-            for rank in range(ranks)
+            for rank in range(degree)
         ]
         # a sliver of a member costs its exchanges and saves nearly nothing
         parts = [part if part > SLIVER * max(parts) else 0.0 for part in parts]
-        shares.append(tuple(parts) if any(parts) else (1.0, *[0.0] * (ranks - 1)))
+        own = tuple(parts) if any(parts) else (1.0, *[0.0] * (degree - 1))
+        shares.append(own + rest)
         at += cost
     return Partition(tuple(shares))
 

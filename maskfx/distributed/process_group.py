@@ -1,4 +1,4 @@
-"""ProcessGroup: exchanges between processes by torch.distributed, on gloo or NCCL.
+"""ProcessGroup: exchanges between processes by torch.distributed, on gloo.
 
 All exchanges are sends and receives over the world group, so that a step may run on any ordered
 subset of the ranks, and no group is made while serving.
@@ -6,12 +6,20 @@ subset of the ranks, and no group is made while serving.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
+
+# What is entered while this process waits for others in an exchange, by its number.
+Waiting = Callable[[int], AbstractContextManager[None]]
+
+
+def unnoted(number: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class ProcessGroup:
@@ -21,12 +29,15 @@ class ProcessGroup:
         ranks: Their numbers in the world group, in the order of the partition's shares.
         rank: The place of this process among them.
         seconds: The time that an exchange may take.
+        waiting: Notes that this process waits.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, seconds: float) -> None:
+    def __init__(
+        self, ranks: Sequence[int], rank: int, seconds: float, waiting: Waiting = unnoted
+    ) -> None:
         self.ranks, self.rank = tuple(ranks), rank
         self.sent = 0
-        self._seconds = seconds
+        self._seconds, self._waiting = seconds, waiting
 
     def exchange(
         self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], number: int
@@ -48,6 +59,7 @@ class ProcessGroup:
         works = Works(
             f"exchange {number} of rank {self.ranks[self.rank]} with ranks {others}",
             self._seconds,
+            partial(self._waiting, number),
         )
         with works.failing():
             works.begin(parts)
@@ -60,10 +72,13 @@ class Works:
     Args:
         name: The exchange, for messages.
         seconds: The time that it may take.
+        waiting: Notes that this process waits.
     """
 
-    def __init__(self, name: str, seconds: float) -> None:
-        self._name, self._seconds = name, seconds
+    def __init__(
+        self, name: str, seconds: float, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._name, self._seconds, self._waiting = name, seconds, waiting
         self._parts: list[dist.P2POp] = []  # keep the tensors that are sent
         self._works: list[dist.Work] = []
 
@@ -72,7 +87,7 @@ class Works:
 
     def wait(self) -> None:
         """Wait until it has ended; raise TimeoutError if it fails or takes too long."""
-        with self.failing():
+        with self.failing(), self._waiting():
             while self._works:
                 self._works[-1].wait(timedelta(seconds=self._seconds))
                 self._works.pop()

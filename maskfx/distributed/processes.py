@@ -14,14 +14,26 @@ import secrets
 import select
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing  # noqa: F401  registers how weights are shared
 
+from maskfx.distributed.heartbeat import (
+    LOOK,
+    STOPPED,
+    HeartbeatReader,
+    HeartbeatWatch,
+    Waits,
+    hung,
+    process_state,
+)
+from maskfx.distributed.links import LinkCosts
+from maskfx.distributed.measure import slowest
 from maskfx.distributed.messages import PartRequest, RankRequest, World
+from maskfx.distributed.restarts import Restarts
 from maskfx.runtime.processes.child_process import ChildProcess
 from maskfx.runtime.sendable import bare
 from maskfx.runtime.sent_cache import SentCache
@@ -29,23 +41,6 @@ from maskfx.runtime.steps import EditStep
 from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
 
 log = logging.getLogger(__name__)
-
-RESTARTS = 8  # processes started in place of failed ones; more have a cause that restarts don't end
-
-
-@dataclass(frozen=True)
-class Waits:
-    """Limits of the time, in seconds, that ranks may take.
-
-    Args:
-        step: A step.
-        exchange: An exchange with other ranks.
-        start: The start of a rank.
-    """
-
-    step: float = 120.0
-    exchange: float = 30.0
-    start: float = 180.0
 
 
 class RankFailure(Exception):
@@ -64,7 +59,10 @@ class RankProcess:
         self.runs: set[int] = set()  # requests of which it holds rows of other ranks
         self.failed = False  # it ended, or is to be ended
         self.version = 0  # of the saved programs that it has read
+        self.started = False  # it runs, and reads what it is sent
         self.child.channel.send(bytes(multiprocessing.current_process().authkey))
+        self.heartbeat = HeartbeatReader(self.child.channel.send_file)
+        self.send("hello")
 
     def send(self, *question: object) -> None:
         self.child.channel.send(*pack(question))
@@ -72,6 +70,18 @@ class RankProcess:
     def receive(self) -> tuple[object, Exception | None]:
         found: tuple[object, Exception | None] = unpack(self.child.channel.receive())
         return found
+
+    def watch(self, now: float) -> HeartbeatWatch:
+        return HeartbeatWatch(self.heartbeat, now, lambda: process_state(self.child.pid))
+
+    def stopped(self, seconds: float) -> bool:
+        """Return True if the process is stopped, and still is after some seconds."""
+        until = time.monotonic() + seconds
+        while process_state(self.child.pid) == STOPPED:
+            if time.monotonic() >= until:
+                return seconds > 0
+            time.sleep(LOOK)
+        return False
 
     def note(self, request: RankRequest) -> None:
         """Remember which recordings a request has brought."""
@@ -97,10 +107,19 @@ class RankProcesses:
         backend: What torch.distributed exchanges with.
         waits: Time limits.
         folder: Where the processes find each other.
+        restarts: Limits how many processes are started in place of failed ones.
+
+    `costs` are those that the ranks measured when they started.
     """
 
     def __init__(
-        self, held: tuple[object, ...], count: int, backend: str, waits: Waits, folder: str
+        self,
+        held: tuple[object, ...],
+        count: int,
+        backend: str,
+        waits: Waits,
+        folder: str,
+        restarts: Restarts,
     ) -> None:
         self.held, self.count = held, count
         self.backend, self.waits, self.folder = backend, waits, folder
@@ -108,12 +127,14 @@ class RankProcesses:
         self.apart = True  # whether the world group has to be formed before ranks compute
         self._starting: list[RankProcess] = []
         self._ready: list[RankProcess] = []  # started, and not in the world group yet
-        self._restarts = 0
+        self._restarts = restarts
         try:
             for _ in range(count):
                 self.all.append(RankProcess(waits.start))
+            self._answers(dict.fromkeys(range(count)), waits.start)  # of "hello"
             self._each({n: ("module", packed(held)) for n in range(count)}, waits.start)
             self._join()
+            self.costs = self._measured()
         except BaseException:
             self.stop()
             raise
@@ -137,12 +158,14 @@ class RankProcesses:
             number: ("part" if isinstance(request, PartRequest) else "whole", request)
             for number, request in requests.items()
         }
-        return self._each(questions, self.waits.step, requests)
+        return self._each(questions, self.waits.step, requests, self.waits)
 
     def end_runs(self, ended: Mapping[int, tuple[int, ...]]) -> dict[int, int]:
         """Let ranks free the rows of requests; return the bytes of those that they still hold."""
         found = self._each(
-            {number: ("ended", runs) for number, runs in ended.items()}, self.waits.step
+            {number: ("ended", runs) for number, runs in ended.items()},
+            self.waits.step,
+            limits=self.waits,
         )
         for number, runs in ended.items():
             self.all[number].runs.difference_update(runs)
@@ -168,21 +191,27 @@ class RankProcesses:
                 self._fail(range(len(self.all)))
 
     def refill(self) -> None:
-        """Start processes in place of those that failed, and note those that are ready."""
-        while self._coming() < self.count and self._restarts < RESTARTS:
-            self._restarts += 1
-            process = RankProcess(self.waits.start)
-            self._starting.append(process)
-            process.send("module", packed(self.held))
+        """Start processes in place of those that failed, and note those that are ready.
+
+        No more than `Restarts` allows. This waits for no process: one gets the module when it reads
+        its channel, and is noted in a later call.
+        """
+        while self._coming() < self.count and self._restarts.can_add():
+            self._restarts.add()
+            self._starting.append(RankProcess(self.waits.start))
         channels = {p.child.channel.fileno(): n for n, p in enumerate(self._starting)}
         ready = [self._starting[n] for n in poll(channels, time.monotonic())] if channels else []
         for process in ready:
-            self._starting.remove(process)
             wrong: Exception | None
             try:
                 _, wrong = process.receive()
+                if wrong is None and not process.started:
+                    process.started = True
+                    process.send("module", packed(self.held))
+                    continue
             except (EOFError, OSError) as failed:
                 wrong = failed
+            self._starting.remove(process)
             if wrong is None:
                 self._ready.append(process)
                 self.apart = True
@@ -193,12 +222,24 @@ class RankProcesses:
     def _coming(self) -> int:
         return self.size + len(self._starting)
 
+    def _measured(self) -> LinkCosts | None:
+        """Return what exchanges cost; None for one rank, which has none."""
+        if self.count == 1:
+            return None
+        questions = {number: ("measure",) for number in range(self.count)}
+        return slowest(self._each(questions, self.waits.start, limits=self.waits).values())
+
     def _join(self) -> None:
         self.apart = True
         store = str(Path(self.folder) / f"world-{secrets.token_hex(8)}")
         count = len(self.all)
         worlds = [World(store, n, count, self.backend, self.waits.exchange) for n in range(count)]
-        self._each({n: ("world", world) for n, world in enumerate(worlds)}, self.waits.start)
+        # a rank waits for the others here, which its heartbeats don't show
+        limits = replace(self.waits, stall=self.waits.start)
+        questions = {n: ("world", world) for n, world in enumerate(worlds)}
+        self._each(questions, self.waits.start, limits=limits, grace=self.waits.stall)
+        for process in self.all:  # from now on it reads and writes without long breaks
+            process.child.channel.limit(self.waits.exchange)
         self.apart = False
 
     def _each(
@@ -206,48 +247,88 @@ class RankProcesses:
         questions: Mapping[int, tuple[object, ...]],
         seconds: float,
         requests: Mapping[int, RankRequest] | None = None,
+        limits: Waits | None = None,
+        grace: float | None = None,
     ) -> dict[int, Any]:
-        """Ask ranks and return their answers; end those that fail, and raise the reason."""
-        waiting = {number: self.all[number] for number in questions}
-        found: dict[int, object] = {}
-        wrong: dict[int, str] = {}
-        ended: set[int] = set()
-        repeats = True  # whether the step may succeed if it runs again
+        """Ask ranks and return their answers; end those that fail, and raise the reason.
+
+        Args:
+            questions: What each rank is asked.
+            seconds: The time that they may take.
+            requests: The questions, if they are for parts of a step.
+            limits: Those by which a rank is ended sooner if it hangs; None: none.
+            grace: The time that the others may take after one has failed; None: an exchange.
+        """
+        unread: dict[int, str] = {}
         for number, question in questions.items():
+            process = self.all[number]
+            if process.stopped(0.0 if limits is None else limits.silence):
+                unread[number] = "it is stopped"
+                continue
             try:
-                waiting[number].send(*question)
+                process.send(*question)
                 if requests is not None:
-                    waiting[number].note(requests[number])
+                    process.note(requests[number])
             except OSError as error:
-                wrong[number] = f"it reads nothing ({error})"
-                ended.add(number)
-                del waiting[number]
-        until = time.monotonic() + seconds
+                unread[number] = f"it reads nothing ({error})"
+        self._fail(unread)  # the others wait for it in an exchange, at most
+        asked = dict.fromkeys(number for number in questions if number not in unread)
+        return self._answers(asked, seconds, limits, grace, unread)
+
+    def _answers(
+        self,
+        asked: Iterable[int],
+        seconds: float,
+        limits: Waits | None = None,
+        grace: float | None = None,
+        unread: Mapping[int, str] | None = None,
+    ) -> dict[int, Any]:
+        """Return what ranks answer; end those that fail, and raise the reason.
+
+        `_each` has the arguments; `unread` has ranks that read no question, with the reason.
+        """
+        grace = self.waits.exchange + 5 if grace is None else grace
+        waiting = {number: self.all[number] for number in asked}
+        found: dict[int, object] = {}
+        wrong = dict(unread or {})
+        ended = set(wrong)
+        count = len(waiting) + len(wrong)
+        repeats = True  # whether the step may succeed if it runs again
+        now = time.monotonic()
+        until = now + seconds
+        watches = {n: p.watch(now) for n, p in waiting.items()}
         while waiting:
-            if wrong:  # the others wait for it in an exchange, at most
-                until = min(until, time.monotonic() + self.waits.exchange + 5)
-            ready = poll({p.child.channel.fileno(): n for n, p in waiting.items()}, until)
-            if not ready:
-                for number in waiting:
-                    wrong[number] = "it didn't answer in time"
-                ended.update(waiting)
-                break
+            if wrong:  # the others fail in their next exchange
+                until = min(until, time.monotonic() + grace)
+            channels = {p.child.channel.fileno(): n for n, p in waiting.items()}
+            ready = poll(channels, min(until, time.monotonic() + LOOK) if limits else until)
+            failed = {}
+            now = time.monotonic()
+            if limits is not None:
+                failed = hung({n: watches[n].look(now) for n in waiting if n not in ready}, limits)
+            if not ready and now >= until:
+                failed = dict.fromkeys(waiting, "it didn't answer in time")
+            for number, why in failed.items():
+                del waiting[number]
+                wrong[number] = why
+                ended.add(number)
+            self._fail(failed)
             for number in ready:
                 process = waiting.pop(number)
                 try:
                     value, refused = process.receive()
-                except (EOFError, OSError, Unsendable) as failed:
-                    wrong[number] = f"it ended ({type(failed).__name__})"
+                except (EOFError, OSError, Unsendable) as error:
+                    wrong[number] = f"it ended ({type(error).__name__})"
                     ended.add(number)
+                    self._fail([number])
                     continue
                 if refused is not None:
                     wrong[number] = str(refused)
                     repeats &= isinstance(refused, TimeoutError)
                 found[number] = value
         if wrong:
-            self._fail(ended)
-            # a failed exchange leaves messages behind
-            self.apart |= bool(ended) or len(questions) > 1 or repeats
+            # a failed exchange leaves messages behind, and ranks leave the group
+            self.apart |= bool(ended) or count > 1 or repeats
             texts = "; ".join(f"rank {number}: {wrong[number]}" for number in sorted(wrong))
             if ended or repeats:
                 raise RankFailure(texts)

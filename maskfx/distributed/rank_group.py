@@ -3,7 +3,8 @@
 The ranks hold the denoiser over weights in shared memory, and no request's state but recordings. A
 step may run on any of them, in any number, and steps on disjoint sets of ranks run at the same
 time. If a rank dies or doesn't answer, the step runs again on the others; if none is left or a step
-can't be split, it runs in this process.
+can't be split, it runs in this process. CPU only: no rank has a device of its own, so denoisers on
+other devices are refused.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from dataclasses import replace
 from typing import Any
 
 from maskfx.compiler.split import SplitProgram
+from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.late_runs import Division, LateRuns, Members, cut_evenly
 from maskfx.distributed.links import LinkCosts, prefers_keys_by_rank, shared_texts
 from maskfx.distributed.messages import PartRequest, PartResult, RankRequest, WholeRequest
-from maskfx.distributed.partition import Partition, by_member
-from maskfx.distributed.processes import RankFailure, RankProcesses, Waits
+from maskfx.distributed.partition import Partition, divisions
+from maskfx.distributed.processes import RankFailure, RankProcesses
 from maskfx.distributed.rank_pool import Lease, NoRanks, RankPool
 from maskfx.distributed.rank_step import RankPrograms, joined
+from maskfx.distributed.restarts import Restarts
+from maskfx.distributed.step_costs import Exchanges, exchanges_of, quickest, step_seconds
 from maskfx.distributed.work import RankWork
 from maskfx.errors import InputError
 from maskfx.ir.program import Program
@@ -47,11 +51,13 @@ class RankGroup:
         denoiser: The denoiser; its weights are moved to memory that the ranks share.
         ranks: The number of processes, which start at the first step.
         threads: The number of threads of each.
-        backend: What torch.distributed exchanges with: "gloo", or "nccl" on GPUs.
+        backend: What torch.distributed exchanges with; ranks were tried with "gloo" alone.
         waits: The time that a step, an exchange and a start may take.
-        costs: What exchanges and loads cost.
+        costs: What exchanges and loads cost; by default the ranks measure it when they start.
         late_bytes: The bytes of others' rows that each rank may hold between the steps of requests
             with late exchanges. The steps of a request without room wait.
+        restarts: Limits how many processes are started in place of failed ones; by default 8 in an
+            hour.
     """
 
     def __init__(
@@ -63,17 +69,27 @@ class RankGroup:
         waits: Waits | None = None,
         costs: LinkCosts | None = None,
         late_bytes: int = LATE_BYTES,
+        restarts: Restarts | None = None,
     ) -> None:
         if type(ranks) is not int or ranks < 1:
             raise InputError(f"RankGroup: ranks={ranks!r}: give 1 process or more")
-        self.denoiser, self.costs = denoiser, costs or LinkCosts()
-        self.pool = RankPool(denoiser, ranks, threads, backend, waits or Waits())
+        devices = {weight.device for weight in denoiser.module.parameters()}
+        if other := sorted(str(device) for device in devices if device.type not in ("cpu", "meta")):
+            raise InputError(
+                f"RankGroup: {type(denoiser.module).__name__} is on {', '.join(other)}, and ranks "
+                "compute on the CPU: move it there, or leave ranks out"
+            )
+        self.denoiser, self.given_costs = denoiser, costs
+        self.pool = RankPool(
+            denoiser, ranks, threads, backend, waits or Waits(), restarts or Restarts()
+        )
         self.failures = 0  # steps that ran again because a rank failed
         self.computed_here = 0  # batches computed in this process instead
         self.last: list[PartResult | None] = []  # by rank, of the last batch that was split
         self.late, self.late_bytes = LateRuns(self._free_ended), late_bytes
         self._programs = RankPrograms(denoiser.settings)
-        self.work = RankWork(self.costs.flop)
+        self.work = RankWork()
+        self._exchanges: dict[str, Exchanges] = {}  # by the code of a program
         self._sets: dict[tuple[int, ...], RankSet] = {}  # one each, so that their steps keep order
         self._here = threading.Lock()  # one step is computed in this process at a time
 
@@ -165,13 +181,31 @@ class RankGroup:
         return False
 
     def partition(self, program: Program, members: Sequence[Member], ranks: int) -> Partition:
-        """Return the shares of a batch's members by their predicted costs."""
+        """Return the shares of a batch's members for which the predicted step is the quickest.
+
+        Where exchanges would cost more than they save, members stay whole, on one rank each.
+        """
         work = [self.work.of(program, member) for member in members]
-        shares = by_member([one.total for one in work], ranks)
         split = self._programs.split(program, False)
         assert isinstance(split, SplitProgram), split
-        texts = shared_texts(split, members, work, shares, self.costs, self.work.flop)
-        return replace(shares, texts=texts)
+        if program.code not in self._exchanges:
+            widths = self.work.widths(program, members[0])
+            self._exchanges[program.code] = exchanges_of(split, widths)
+        costs, exchanges = self.costs, self._exchanges[program.code]
+        flop, ways = self.work.flop(costs.flop), []
+        for shares in divisions([one.total for one in work], ranks):
+            texts = shared_texts(split, members, work, shares, costs, flop)
+            way = replace(shares, texts=texts)
+            ways.append((way, step_seconds(exchanges, members, work, way, costs, flop)))
+        return quickest(ways)
+
+    @property
+    def costs(self) -> LinkCosts:
+        """What exchanges and loads cost: as given, else as measured when the ranks started."""
+        if self.given_costs is not None:
+            return self.given_costs
+        ranks = self.pool.ranks
+        return (None if ranks is None else ranks.costs) or LinkCosts()
 
     @property
     def _name(self) -> str:
@@ -248,8 +282,10 @@ class RankGroup:
     def _keys_by_rank(
         self, program: Program, frame: Frame, members: Sequence[Member], partition: Partition
     ) -> bool:
-        prefers = prefers_keys_by_rank(program, frame, members, partition, self.costs)
-        return prefers and not self._programs.refusal(program, True)
+        gathered, by_rank = (self._programs.split(program, keys) for keys in (False, True))
+        if isinstance(gathered, str) or isinstance(by_rank, str):
+            return False
+        return prefers_keys_by_rank(gathered, by_rank, frame, members, partition, self.costs)
 
     def _free_ended(self) -> None:
         """Let ranks that are free now free the rows of requests that have ended.

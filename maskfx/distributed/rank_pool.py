@@ -19,7 +19,9 @@ from pathlib import Path
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from maskfx.distributed.processes import RankFailure, RankProcess, RankProcesses, Waits
+from maskfx.distributed.heartbeat import Waits
+from maskfx.distributed.processes import RankFailure, RankProcess, RankProcesses
+from maskfx.distributed.restarts import Restarts
 from maskfx.runtime.cache.step_cache import StepCache, changed
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.sendable import can_be_sent
@@ -52,12 +54,20 @@ class RankPool:
         threads: The number of threads of each.
         backend: What torch.distributed exchanges with.
         waits: The time that a step, an exchange and a start may take.
+        restarts: Limits how many processes are started in place of failed ones.
     """
 
     def __init__(
-        self, denoiser: CompiledDenoiser, wanted: int, threads: int, backend: str, waits: Waits
+        self,
+        denoiser: CompiledDenoiser,
+        wanted: int,
+        threads: int,
+        backend: str,
+        waits: Waits,
+        restarts: Restarts,
     ) -> None:
         self.denoiser, self.wanted, self.threads = denoiser, wanted, threads
+        self.restarts = restarts
         self.backend, self.waits = backend, waits
         self.ranks: RankProcesses | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="maskfx-ranks-")
@@ -179,7 +189,7 @@ class RankPool:
             held = self.denoiser.module, settings, self.denoiser.roles, self.threads
             try:
                 self.ranks = RankProcesses(
-                    held, self.wanted, self.backend, self.waits, self._folder.name
+                    held, self.wanted, self.backend, self.waits, self._folder.name, self.restarts
                 )
             except (OSError, EOFError, Unsendable, RankFailure) as error:
                 log.warning("no ranks for %s: %s", type(self.denoiser.module).__name__, error)

@@ -20,7 +20,10 @@ import torch.distributed as dist
 
 from maskfx.compiler.capture.roles import Roles
 from maskfx.config import Settings
+from maskfx.distributed.heartbeat import HeartbeatWriter
 from maskfx.distributed.late_group import HeldRows, LateGroup
+from maskfx.distributed.links import LinkCosts
+from maskfx.distributed.measure import measure_links
 from maskfx.distributed.messages import (
     PartRequest,
     PartResult,
@@ -43,8 +46,13 @@ from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
 
 @dataclass
 class RankState:
-    """The state of this process."""
+    """The state of this process.
 
+    Args:
+        heartbeat: What shows that it isn't stopped and doesn't hang.
+    """
+
+    heartbeat: HeartbeatWriter
     denoiser: CompiledDenoiser | None = None
     programs: RankPrograms | None = None
     world: World | None = None
@@ -56,12 +64,16 @@ class RankState:
         if what != "world":  # a new group is formed after failures; then nothing else arrives
             self.settle()
         match what:
+            case "hello":
+                return None
             case "module":
                 self.take(*pickle.loads(rest[0]))
                 return None
             case "world":
                 self.join(*rest)
                 return None
+            case "measure":
+                return self.measure()
             case "part":
                 return self.compute(*rest)
             case "whole":
@@ -84,8 +96,7 @@ class RankState:
 
     def join(self, world: World) -> None:
         """Leave the group that there is, and join another one."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self.leave()
         dist.init_process_group(
             world.backend,
             init_method=f"file://{world.store}",
@@ -94,6 +105,19 @@ class RankState:
             timeout=timedelta(seconds=world.seconds),
         )
         self.world, self.late = world, None
+
+    def leave(self) -> None:
+        """Close the connections to other ranks; those that wait for this one fail at once."""
+        self.late = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def measure(self) -> LinkCosts:
+        """Measure exchanges with all other ranks."""
+        assert self.world is not None
+        ranks = range(self.world.ranks)
+        group = ProcessGroup(ranks, self._number, self.world.seconds, self.heartbeat.waiting)
+        return measure_links(group, self.world.ranks)
 
     def compute(self, request: PartRequest) -> PartResult:
         assert self.denoiser is not None
@@ -106,7 +130,9 @@ class RankState:
         if codes != [request.code]:
             raise RuntimeError(f"this rank has the programs {codes}, not {request.code}")
         ((program, frame, members),) = batches
-        group = ProcessGroup(request.ranks, request.place, self.world.seconds)
+        group = ProcessGroup(
+            request.ranks, request.place, self.world.seconds, self.heartbeat.waiting
+        )
         self.late = self._late_group(request, program, frame.layout, group)
         part = self.programs.run(
             program,
@@ -163,32 +189,35 @@ class RankState:
         return [received(step, self.caches) for step in request.steps]
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: Channel, heartbeat: HeartbeatWriter) -> None:
     """Answer messages until the channel closes."""
-    rank = RankState()
+    rank = RankState(heartbeat)
     while True:
-        question = channel.receive()
+        message, what = channel.receive(), ""
         answered: tuple[object, Exception | None]
         try:
+            what, *rest = unpack(message)
             with torch.no_grad():
-                answered = rank.answer(*unpack(question)), None
+                answered = rank.answer(what, *rest), None
         except TimeoutError as error:  # of an exchange
             answered = None, TimeoutError(str(error))
         except Exception as error:
             answered = None, RuntimeError(f"{type(error).__name__}: {error}")
+        if isinstance(answered[1], TimeoutError) or (answered[1] and what == "part"):
+            rank.leave()
         try:
-            message = pack(answered)
+            channel.send(*pack(answered))
         except Unsendable as error:
-            message = pack((None, error))
-        channel.send(*message)
+            channel.send(*pack((None, error)))
 
 
 def main() -> None:
     channel = connect_to_parent(BYTES)
     # the key with which multiprocessing hands over the descriptors of shared weights
     multiprocessing.current_process().authkey = bytes(*channel.receive())
+    heartbeat = HeartbeatWriter(channel.receive_file())
     with suppress(EOFError, ConnectionError):
-        serve(channel)
+        serve(channel, heartbeat)
 
 
 if __name__ == "__main__":

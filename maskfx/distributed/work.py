@@ -1,16 +1,22 @@
-"""RankWork: the FLOPs of a batch's members, and the seconds that ranks take for one."""
+"""RankWork: the FLOPs and row sizes of a batch's members, and the seconds of a FLOP on a rank."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx.distributed.partition import Partition
 from maskfx.ir.lanes import is_text
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
-from maskfx.runtime.batch.flops import row_flops
+from maskfx.runtime.batch.flops import RowCounter, meta_inputs, row_flops
 from maskfx.runtime.batch.member import Member
+from maskfx.runtime.sites.active import ActiveSites
 
 
 @dataclass(frozen=True)
@@ -39,33 +45,62 @@ class Work:
 
 
 class RankWork:
-    """Predicts the work of members, and measures how long ranks take.
+    """Predicts the work of members, and measures how long ranks take."""
 
-    Args:
-        flop: The seconds that a FLOP takes, until a step was measured.
-    """
-
-    def __init__(self, flop: float) -> None:
-        self._assumed, self._least = flop, float("inf")
+    def __init__(self) -> None:
+        self._least = float("inf")
         self._known: LruCache[Hashable, Work] = LruCache(256)
+        self._widths: dict[str, dict[str, int]] = {}
 
-    @property
-    def flop(self) -> float:
-        """The seconds that a FLOP takes on a rank, in its quickest step."""
-        return self._assumed if self._least == float("inf") else self._least
+    def flop(self, assumed: float) -> float:
+        """Return the seconds that a FLOP takes on a rank, in its quickest step.
+
+        Args:
+            assumed: What it takes until a step was measured.
+        """
+        return assumed if self._least == float("inf") else self._least
 
     def of(self, program: Program, member: Member) -> Work:
         key = program.code, member.sites, member.batch
         return self._known.find(key, lambda: work_of(program, member))
 
+    def widths(self, program: Program, member: Member) -> dict[str, int]:
+        """Return the bytes of a row of each value of a program's graph, by the node's name."""
+        if program.code not in self._widths:
+            counter = WidthCounter(program, member.sites, member.batch)
+            with torch.no_grad(), FlopCounterMode(display=False) as counter.mode:
+                counter.run(*meta_inputs(program, member.sites, member.batch))
+            self._widths[program.code] = counter.widths
+        return self._widths[program.code]
+
     def note(self, work: Sequence[Work], partition: Partition, seconds: Sequence[float]) -> None:
         """Note the seconds that each rank took for a batch; 0 for a rank without a share."""
         for rank, took in enumerate(seconds):
-            flops = 0.0
-            for member, (one, shares) in enumerate(zip(work, partition.shares, strict=True)):
-                flops += one.on(shares[rank] / sum(shares), partition.texts[member])
+            flops = rank_flops(work, partition, rank)
             if took and flops:
                 self._least = min(self._least, took / flops)
+
+
+def rank_flops(work: Sequence[Work], partition: Partition, rank: int) -> float:
+    """Return the FLOPs of a rank's part of a batch."""
+    found = 0.0
+    for member, (one, shares) in enumerate(zip(work, partition.shares, strict=True)):
+        found += one.on(shares[rank] / sum(shares), partition.texts[member])
+    return found
+
+
+class WidthCounter(RowCounter):
+    """Notes the bytes of a row of each value."""
+
+    def __init__(self, program: Program, sites: ActiveSites, batch: int) -> None:
+        super().__init__(program, sites, batch)
+        self.widths: dict[str, int] = {}
+
+    def run_node(self, n: fx.Node) -> object:
+        value = super().run_node(n)
+        if isinstance(value, Tensor):
+            self.widths[n.name] = prod(value.shape[1:]) * value.dtype.itemsize
+        return value
 
 
 def work_of(program: Program, member: Member) -> Work:

@@ -62,6 +62,8 @@ class Engine:
             number of processes, their bytes and deadlines.
         ranks: number of processes over which the steps of each other denoiser are split; they
             start at its first step. Only for denoisers on a CPU; see `maskfx.distributed`.
+        rank_timeout: seconds without progress after which a rank is replaced, and its step runs
+            again on the others. No more than 8 processes are started in an hour to replace ranks.
         rounds: decides which requests step on which of these ranks; groups of requests on disjoint
             ranks step at the same time, and callbacks come from the groups' threads. By default
             all ranks compute each step.
@@ -78,6 +80,7 @@ class Engine:
         remember: int = REMEMBER,
         own_process: Collection[str] | OwnProcesses = (),
         ranks: int = 1,
+        rank_timeout: float = 1.0,
         rounds: RoundPolicy | None = None,
         told: Callable[[Step], None] | None = None,
     ) -> None:
@@ -88,7 +91,9 @@ class Engine:
             raise InputError("Engine: rounds= shares ranks between requests: give ranks=2 or more")
         self.waiting = waiting or BatchPolicy()
         self._outside = outside or InRequestThreads()
-        self.runner = StepRunner(OwnProcesses.of(own_process), ranks, told)
+        if not rank_timeout > 0:
+            raise InputError(f"Engine: rank_timeout={rank_timeout!r}: give seconds above 0")
+        self.runner = StepRunner(OwnProcesses.of(own_process), ranks, told, rank_timeout)
         self._changed = threading.Condition()
         self._requests = Admission(running, queue, self._changed)
         self._pipelines = OwnPipelines(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.ticket import AnsweredStep, MemberWork, ParkedCalls, TicketState, tell
@@ -49,14 +50,20 @@ class StepRunner:
         own_process: Which denoisers have processes of their own.
         ranks: Number of processes over which the steps of the others are split; 1 for none.
         `told`: Callback after each step.
+        rank_timeout: Seconds without progress after which a rank is replaced.
     """
 
     def __init__(
-        self, own_process: OwnProcesses, ranks: int, told: Callable[[Step], None] | None
+        self,
+        own_process: OwnProcesses,
+        ranks: int,
+        told: Callable[[Step], None] | None,
+        rank_timeout: float = 1.0,
     ) -> None:
         self.steps: deque[Step] = deque(maxlen=4096)
         self.services = NetServices(own_process)
         self.ranks = ranks
+        self._waits = Waits(silence=rank_timeout, stall=rank_timeout)
         self._told = told
         self._threads = StepThreads()
         self._groups: MutableMapping[nn.Module, RankGroup] = WeakIdKeyDictionary()
@@ -69,7 +76,9 @@ class StepRunner:
             with self._creating:
                 known = denoiser.module in self._groups or self.services.has(denoiser)
                 if self.ranks > 1 and not known:
-                    self._groups[denoiser.module] = RankGroup(denoiser, self.ranks)
+                    self._groups[denoiser.module] = RankGroup(
+                        denoiser, self.ranks, waits=self._waits
+                    )
 
     def release(self, holder: object) -> None:
         self.services.release(holder)

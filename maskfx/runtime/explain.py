@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from maskfx.compiler.compile import Compilation, flat_graph
+from maskfx.compiler.split import split_program
 from maskfx.config import Settings
 from maskfx.ir.lanes import grid_level, module_path
 from maskfx.ir.nodes import ancestors
@@ -91,6 +92,8 @@ def describe(compilation: Compilation, mask_ratio: float) -> Iterator[str]:
     yield from cost_lines(compilation, compilation.program, sum(costs.values()), mask_ratio)
     yield ""
     yield from cache_lines(compilation, compilation.program)
+    yield ""
+    yield from exchange_lines(compilation, compilation.program)
     yield ""
     yield from refused_lines(compilation, captured, costs)
 
@@ -187,6 +190,31 @@ def output_dtype(compilation: Compilation) -> torch.dtype:
     output = next(n for n in compilation.capture.module.graph.nodes if n.op == "output")
     values = [n.meta.get("val") for n in output.all_input_nodes]
     return next((v.dtype for v in values if isinstance(v, Tensor)), torch.float32)
+
+
+# Ranks.
+
+
+def exchange_lines(compilation: Compilation, program: Program) -> Iterator[str]:
+    """Yield how often ranks exchange rows in a step, or why a step can't be split over them."""
+    if compilation.capture.single:
+        yield "A step can't be split over ranks: its calls run sample by sample."
+        return
+    found = split_program(program, False)
+    if isinstance(found, str):
+        yield f"A step can't be split over ranks: {found}."
+        return
+    by_rank = split_program(program, True)
+    steps = f"A step that is split over ranks has {times(found.exchanges)}"
+    recorded = f"one that records {times(found.recorded)}"
+    if isinstance(by_rank, str):
+        yield f"{steps}, {recorded}."
+    else:
+        yield f"{steps}, {times(by_rank.exchanges)} with keys by rank, {recorded}."
+
+
+def times(exchanges: Mapping[int, object]) -> str:
+    return f"{len(exchanges)} exchange{'' if len(exchanges) == 1 else 's'}"
 
 
 # Nodes that run in full.

@@ -128,6 +128,7 @@ class ServeSettings(BaseModel):
     workers: int = Field(1, ge=1)
     executor: Literal["processes", "ray"] = "processes"  # what starts the workers
     ranks: int = Field(1, ge=1, le=8)  # processes of a worker that its requests' steps share
+    rank_timeout: float = Field(1.0, gt=0)  # seconds without progress after which one is replaced
     max_num_seqs: int = Field(8, ge=1)  # concurrent requests per worker
     queue: int = Field(256, ge=1)  # waiting requests, at most
     loading_seconds: float = Field(30.0, ge=0)  # for which a call waits while the model loads

@@ -1,4 +1,4 @@
-"""Which rows ranks share, by cost, and the time that a rank takes for its work."""
+"""How a step is divided, by cost: which members and rows ranks share, and which keys they read."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 from torch import nn
 
-from maskfx import CompiledDenoiser, DenseStep
-from maskfx.distributed.links import LinkCosts
+import maskfx
+from maskfx import CompiledDenoiser, DenseStep, EditStep
+from maskfx.compiler.split import split_program
+from maskfx.distributed.links import LinkCosts, prefers_keys_by_rank, shared_keys
+from maskfx.distributed.measure import slowest
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
+from maskfx.distributed.step_costs import Exchanges, exchanges_of, sent_bytes, step_seconds
 from maskfx.distributed.work import RankWork, Work
 from tests.distributed import tiny
+from tests.distributed.test_ranks import BOUND, error
+from tests.factories.masks import MASKS
+from tests.factories.own_cases import OWN
+from tests.factories.thread_ranks import ThreadRanks
+from tests.factories.zoo import ZOO
 
 CHEAP = LinkCosts(exchange=0.0, send=0.0)
 
@@ -61,7 +70,7 @@ def test_a_text_on_one_rank_is_whole() -> None:
 def test_the_work_of_a_member() -> None:
     denoiser = tiny.compiled(tiny.Joint)
     program, (member,) = batch_of(denoiser)
-    work = RankWork(1.0).of(program, member)
+    work = RankWork().of(program, member)
     text, sites, square = 5, 16, 2 * 16 * 16  # rows, and the FLOPs of a layer 16 wide
     joint = 2 * 4 * 16 * (text + sites)  # queries with all keys and values, twice
     alone = 3 * square + 4 * 16 * text
@@ -72,11 +81,135 @@ def test_the_work_of_a_member() -> None:
 
 
 def test_the_seconds_of_a_flop_are_those_of_the_quickest_step() -> None:
-    work, member = RankWork(7.0), Work(once=1.0, text=4.0, sites=6.0)
-    assert work.flop == 7.0
+    work, member = RankWork(), Work(once=1.0, text=4.0, sites=6.0)
+    assert work.flop(7.0) == 7.0
     work.note([member], Partition(((2.0, 1.0, 0.0),)), [18.0, 70.0, 0.0])
-    assert work.flop == 18.0 / (1 + 4 + 4)
+    assert work.flop(7.0) == 18.0 / (1 + 4 + 4)
     work.note([member], Partition(((1.0, 1.0),), (True,)), [6.0, 9.0])
-    assert work.flop == 6.0 / (1 + 2 + 3)
+    assert work.flop(7.0) == 6.0 / (1 + 2 + 3)
     work.note([member], Partition(((1.0, 1.0),)), [100.0, 100.0])
-    assert work.flop == 1.0
+    assert work.flop(7.0) == 1.0
+
+
+DEAR = LinkCosts(exchange=1.0)
+
+
+def test_a_step_is_cut_where_that_is_predicted_to_be_faster() -> None:
+    denoiser = tiny.compiled()
+    program, members = batch_of(denoiser)
+    assert group_of(denoiser, CHEAP).partition(program, members, 2).cut == (True,)
+    whole = group_of(denoiser, DEAR).partition(program, members, 3)
+    assert whole.shares == ((1.0, 0.0, 0.0),)
+    program, members = batch_of(denoiser, 2)
+    assert group_of(denoiser, DEAR).partition(program, members, 2).cut == (False, False)
+
+
+def test_the_predicted_seconds_of_a_step() -> None:
+    """By hand, for a member that is whole, cut into equal parts and into others."""
+    denoiser = tiny.compiled(tiny.Joint)
+    program, members = batch_of(denoiser)
+    work = [Work(once=1.0, text=4.0, sites=6.0)]
+    costs = LinkCosts(exchange=10.0, send=0.5)
+    exchanges = Exchanges(3, ((("text:0", "grid1"), 8),))
+    (member,) = members
+    counts = [member.sites.active_count(segment) for segment in ("grid1", "text:0")]
+    assert counts == [16, 5]
+
+    def seconds(*shares: float, shared: bool = False) -> float:
+        partition = Partition((shares,), (shared,))
+        return step_seconds(exchanges, members, work, partition, costs, 2.0)
+
+    assert seconds(1.0, 0.0) == 2.0 * 11
+    assert seconds(1.0, 1.0) == 2.0 * (1 + 4 + 3) + 30.0 + 0.5 * 8 * 8
+    assert seconds(3.0, 1.0) == 2.0 * (1 + 4 + 4.5) + 30.0 + 0.5 * 8 * 12
+    assert seconds(3.0, 1.0, shared=True) == 2.0 * (1 + 7.5) + 30.0 + 0.5 * 8 * (12 + 4)
+    assert seconds(1.0, 1.0, 1.0, 1.0) == 2.0 * (1 + 4 + 1.5) + 30.0 + 0.5 * 8 * 4 * 3
+
+
+def test_costs_that_ranks_measure() -> None:
+    denoiser = tiny.compiled()
+    group = RankGroup(denoiser, 2)
+    step = DenseStep(tiny.inputs(1))
+    try:
+        (wanted,) = denoiser.step([step])
+        (got,) = denoiser.step([step], group)
+        assert error(got, wanted) < BOUND
+        assert group.pool.ranks is not None
+        assert group.costs == group.pool.ranks.costs != LinkCosts()
+        assert 1e-5 < group.costs.exchange < 0.5
+        assert min(group.costs.load, group.costs.flop) > 0 <= group.costs.send
+        # the small step stays on one rank, which exchanges nothing
+        assert [part.sent for part in group.last if part is not None] == [0]
+        assert group.computed_here == group.failures == 0
+    finally:
+        group.stop()
+
+
+def test_the_slowest_rank_counts() -> None:
+    found = slowest([LinkCosts(1.0, 2.0, 3.0, 4.0), LinkCosts(4.0, 3.0, 2.0, 1.0)])
+    assert found == LinkCosts(4.0, 3.0, 3.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("tiny", 2), ("axial", 0)],  # keys and values of one attention; only attention along lines
+)
+def test_keys_that_ranks_may_share(name: str, count: int) -> None:
+    denoiser, inputs, shape = tiny.compiled(), tiny.inputs(3), (8, 8)
+    if name in OWN:
+        case = OWN[name]
+        size = case.sizes[0]
+        denoiser, inputs = maskfx.compile(case.build()), case.inputs(size, 3)
+        shape = case.mask_shape(size)  # type: ignore[assignment]
+    cache = denoiser.record(**inputs)[1]
+    found: list[Any] = []
+
+    def seen(program: Any, recording: bool, frame: Any, calls: Any, members: Any) -> None:
+        found.append((program, frame, members))
+
+    denoiser.step([EditStep(inputs, MASKS["square"](shape, 1), cache)], seen)
+    program, frame, members = found[0]
+    gathered, by_rank = split_program(program, False), split_program(program, True)
+    assert not isinstance(gathered, str)
+    assert not isinstance(by_rank, str)
+    assert len(shared_keys(gathered, by_rank)) == count
+
+    def prefers(costs: LinkCosts, *shares: float) -> bool:
+        own = Partition((shares,))
+        return prefers_keys_by_rank(gathered, by_rank, frame, members, own, costs)
+
+    assert prefers(LinkCosts(exchange=0.0), 1.0, 1.0) == (count > 0)
+    assert not prefers(LinkCosts(exchange=1.0), 1.0, 1.0)
+    assert not prefers(LinkCosts(exchange=0.0), 1.0, 0.0)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["whole text", "shared text"])
+def test_the_bytes_of_a_dense_step_are_those_of_theory(shared: bool) -> None:
+    """Each block sends each row's key and value to all other ranks: 2 d numbers for n rows."""
+    case = ZOO["FluxTransformer2DModel"]
+    module, inputs = case.build(), case.inputs(case.sizes[0], 0)
+    config: Any = module.config
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    blocks = config["num_layers"] + config["num_single_layers"]
+    rows = inputs["hidden_states"].shape[1]
+    if shared:
+        rows += inputs["encoder_hidden_states"].shape[1]
+    denoiser, found = maskfx.compile(module), list[Any]()
+    for ranks in (2, 3, 4):
+        theory = blocks * (ranks - 1) * rows * 2 * width * 4 * len(inputs["hidden_states"])
+        partition = Partition(((1.0,) * ranks,), (shared,))
+        split = ThreadRanks(denoiser.settings, partition)
+
+        def both(program: Any, recording: bool, frame: Any, calls: Any, members: Any) -> Any:
+            found.append((program, members))
+            return split(program, recording, frame, calls, members)  # noqa: B023
+
+        denoiser.step([DenseStep(inputs)], both)
+        assert sum(split.sent) == theory
+        program, members = found[-1]
+        programs = split.programs.split(program, False)
+        assert not isinstance(programs, str)
+        exchanges = exchanges_of(programs, RankWork().widths(program, members[0]))
+        predicted = [sent_bytes(exchanges, members, partition, rank) for rank in range(ranks)]
+        assert predicted == split.sent
+        assert exchanges.count == len(exchanges.whole) == blocks

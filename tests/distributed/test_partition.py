@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from maskfx.distributed.partition import Partition, by_member
+from maskfx.distributed.partition import Partition, cut_members, divisions, whole_members
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -30,20 +30,23 @@ def test_a_text_is_whole_on_each_rank_with_a_share_or_shared_like_the_sites() ->
     assert Partition(partition.shares).texts == (False, False)
 
 
-def test_equal_members_are_split_whole() -> None:
-    assert by_member([3.0, 3.0], 2).shares == ((1.0, 0.0), (0.0, 1.0))
-    assert by_member([2.0, 1.0, 1.0], 2).shares == ((1.0, 0.0), (0.0, 1.0), (0.0, 1.0))
+def test_whole_members_go_to_the_rank_with_the_least_work() -> None:
+    assert whole_members([3.0, 3.0], 2).shares == ((1.0, 0.0), (0.0, 1.0))
+    assert whole_members([2.0, 1.0, 1.0], 2).shares == ((1.0, 0.0), (0.0, 1.0), (0.0, 1.0))
+    assert whole_members([0.0], 2).shares == ((1.0, 0.0),)
 
 
 def test_a_member_alone_is_cut_into_equal_parts() -> None:
-    assert by_member([6.0], 3).shares == ((2.0, 2.0, 2.0),)
+    assert cut_members([6.0], 3, 3).shares == ((2.0, 2.0, 2.0),)
+    assert cut_members([6.0], 3, 2).shares == ((3.0, 3.0, 0.0),)
+    assert cut_members([6.0], 3, 2).cut == (True,)
 
 
-def test_unequal_members_are_cut_where_whole_ones_differ_too_much() -> None:
-    partition = by_member([3.0, 1.0], 2)
+def test_members_are_cut_so_that_ranks_have_equal_work() -> None:
+    partition = cut_members([3.0, 1.0], 2, 2)
     assert partition.shares == ((2.0, 1.0), (0.0, 1.0))
     assert partition.peers(0) == [1]
-    assert [partition.has_part(1, rank) for rank in (0, 1)] == [False, True]
+    assert partition.cut == (True, False)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -51,7 +54,7 @@ def test_no_rank_has_much_more_work_than_another(seed: int) -> None:
     rng = random.Random(seed)
     costs = [rng.random() + 0.01 for _ in range(rng.randint(1, 6))]
     ranks = rng.randint(1, 4)
-    partition = by_member(costs, ranks)
+    partition = cut_members(costs, ranks, ranks)
     work = [
         sum(c * own[r] / sum(own) for c, own in zip(costs, partition.shares, strict=True))
         for r in range(ranks)
@@ -60,8 +63,10 @@ def test_no_rank_has_much_more_work_than_another(seed: int) -> None:
     assert max(work) <= 1.3 * sum(costs) / ranks
 
 
-def test_no_work_goes_to_one_rank() -> None:
-    assert by_member([0.0], 2).shares in (((1.0, 0.0),), ((0.0, 1.0),))
+def test_a_batch_may_be_divided_over_fewer_ranks() -> None:
+    found = [one.shares for one in divisions([6.0], 3)]
+    assert found == [((1.0, 0.0, 0.0),), ((3.0, 3.0, 0.0),), ((2.0, 2.0, 2.0),)]
+    assert len(list(divisions([0.0], 3))) == 1
 
 
 def test_peers_share_a_member() -> None:

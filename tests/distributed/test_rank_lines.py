@@ -37,6 +37,7 @@ SPLITS = (
     (3, "unequal"),
     (3, "empty"),
     (4, "equal"),
+    (8, "unequal"),
     (2, "members"),
 )
 

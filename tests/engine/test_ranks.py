@@ -13,6 +13,7 @@ import maskfx
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
+from tests.distributed import tiny
 from tests.distributed.test_rank_group import held
 from tests.factories.pipelines import PIPES, anew, call_of, distance, square
 
@@ -37,6 +38,16 @@ def test_the_steps_of_two_requests_over_two_ranks() -> None:
         assert group.last
     for ours, theirs in zip(found, alone, strict=True):
         assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
+
+
+def test_the_timeout_of_ranks() -> None:
+    with pytest.raises(InputError, match="rank_timeout=0"):
+        maskfx.Engine(ranks=2, rank_timeout=0)
+    with maskfx.Engine(ranks=2, rank_timeout=7.0) as engine:
+        engine.runner.adopt(object(), {"unet": tiny.compiled()})
+        (group,) = engine.runner.rank_groups()
+        waits = group.pool.waits
+        assert (waits.silence, waits.stall) == (7.0, 7.0)
 
 
 @pytest.mark.parametrize("ranks", [0, 1.5, "two"])

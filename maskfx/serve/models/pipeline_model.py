@@ -125,6 +125,7 @@ class PipelineModel:
             told=self._stepped,
             remember=remember,
             ranks=ranks,
+            rank_timeout=self.settings.rank_timeout,
             rounds=ElasticRounds() if ranks > 1 else None,
         )
 

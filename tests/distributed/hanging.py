@@ -1,0 +1,41 @@
+"""A denoiser whose ranks hang where a test asks for it: they import this file with its class."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from maskfx.distributed.process_group import ProcessGroup, Works
+from tests.distributed import tiny
+
+VARIABLE = "MASKFX_TEST_HANG"  # a file with the place and the number of the rank that hangs, once
+
+
+class HangingTiny(tiny.Tiny):
+    """The same as `Tiny`."""
+
+
+def hang(place: str, rank: int) -> None:
+    path = Path(os.environ.get(VARIABLE, ""))
+    if path.is_file() and path.read_text() == f"{place} {rank}":
+        path.unlink()
+        time.sleep(3600)
+
+
+def start(self: ProcessGroup, *args: Any) -> Works:
+    hang("before", self.ranks[self.rank])
+    works = right_start(self, *args)
+    works.rank = self.ranks[self.rank]  # type: ignore[attr-defined]
+    return works
+
+
+def wait(self: Works) -> None:
+    with self._waiting():
+        hang("within", self.rank)  # type: ignore[attr-defined]
+    right_wait(self)
+
+
+right_start, right_wait = ProcessGroup.start, Works.wait
+ProcessGroup.start, Works.wait = start, wait  # type: ignore[method-assign, assignment]

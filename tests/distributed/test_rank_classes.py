@@ -1,0 +1,70 @@
+"""Every denoiser class of the zoo over ranks gives what it gives on one, at several degrees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import maskfx
+from maskfx import DenseStep, EditStep, RecordStep
+from maskfx.compiler.split import split_program
+from tests.distributed.test_ranks import BOUND, error, shares
+from tests.factories.masks import MASKS
+from tests.factories.thread_ranks import ThreadRanks
+from tests.factories.zoo import ZOO
+
+# All that can't be split, and why; a case that is missing here fails, and so does one too many.
+WHY = {
+    "NucleusMoEImageTransformer2DModel-grouped": "no program",
+    "HiDreamImageTransformer2DModel-packed": "no program",
+    "QwenImage21Transformer2DModel": "no program",
+}
+
+SPLITS = (
+    (2, "equal", False, (True,)),
+    (2, "unequal", True, (False,)),
+    (3, "unequal", False, (False, True)),
+    (3, "empty", True, (True,)),
+    (4, "unequal", True, (True,)),
+    (4, "equal", False, (False,)),
+    (8, "unequal", True, (True,)),
+    (8, "equal", False, (False, True)),
+    (2, "members", False, (False,)),
+)
+
+
+def reasons(denoiser: maskfx.CompiledDenoiser) -> str:
+    """Return why steps of a denoiser can't be split; "" if they can."""
+    splits = [split_program(program, False) for program in denoiser.programs.values()]
+    return "; ".join(one for one in splits if isinstance(one, str)) if splits else "no program"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_classes_of_diffusers(name: str) -> None:
+    case = ZOO[name]
+    denoiser = maskfx.compile(case.build())
+    steps: list[Any] = []
+    for number, size in enumerate((case.sizes[0], case.sizes[-1])):
+        inputs = case.inputs(size, number)
+        cache = denoiser.record(**inputs)[1]
+        mask = MASKS["random"](case.mask_shape(size), number)
+        steps += [EditStep(case.inputs(size, number), mask, cache)]
+    assert reasons(denoiser) == WHY.get(name, "")
+    if name in WHY:
+        return
+    steps += [RecordStep(case.inputs(case.sizes[-1], 5)), DenseStep(case.inputs(case.sizes[0], 6))]
+    wanted = denoiser.step(steps)
+    for ranks, kind, by_rank, texts in SPLITS:
+        own = shares(kind, ranks, len(steps), texts=texts)
+        split = ThreadRanks(denoiser.settings, own, by_rank)
+        got = denoiser.step(steps, split)
+        assert split.batches > 0
+        for step, ours, theirs in zip(steps, got, wanted, strict=True):
+            ours, theirs = (x[0] if isinstance(step, RecordStep) else x for x in (ours, theirs))
+            assert error(ours, theirs) < BOUND
+
+
+def test_the_list_names_cases_of_the_zoo() -> None:
+    assert WHY.keys() <= ZOO.keys()

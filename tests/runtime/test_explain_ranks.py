@@ -1,0 +1,32 @@
+"""explain() counts the exchanges of a step that is split over ranks, or states why none is."""
+
+from __future__ import annotations
+
+import pytest
+
+from maskfx.compiler.split import split_program
+from tests.distributed import tiny
+
+
+def test_counts_exchanges_between_ranks() -> None:
+    denoiser = tiny.compiled()
+    program = next(iter(denoiser.programs.values()))
+    counts = []
+    for by_rank in (False, True):
+        split = split_program(program, by_rank)
+        assert not isinstance(split, str)
+        counts.append(len(split.exchanges))
+    line = (
+        f"A step that is split over ranks has {counts[0]} exchanges, {counts[1]} exchanges with "
+        f"keys by rank, one that records {counts[0]} exchanges."
+    )
+    assert line in denoiser.explain()
+
+
+def test_states_why_a_step_cant_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maskfx.runtime.explain.split_program", lambda *_: "sites are data")
+    denoiser = tiny.compiled()
+    assert "A step can't be split over ranks: sites are data." in denoiser.explain()
+    (compilation,) = denoiser.compilations
+    monkeypatch.setattr(compilation.capture, "single", True)
+    assert "can't be split over ranks: its calls run sample by sample." in denoiser.explain()
