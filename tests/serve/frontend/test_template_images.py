@@ -10,14 +10,9 @@ import numpy as np
 import pytest
 import xxhash
 
+from maskfx.runtime.cache.small_files import UNFINISHED
 from maskfx.serve.errors import ApiError
-from maskfx.serve.frontend.template_images import (
-    ENDING,
-    FOLDER,
-    UNFINISHED,
-    StoredImage,
-    TemplateImages,
-)
+from maskfx.serve.frontend.template_images import ENDING, FOLDER, StoredImage, TemplateImages
 
 PICTURE = np.arange(48 * 64 * 3, dtype=np.uint32).astype(np.uint8).reshape(48, 64, 3)
 
