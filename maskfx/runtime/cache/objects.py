@@ -6,6 +6,7 @@ Tests pass the remote store objects that fail, hang or are damaged. Only this fi
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,9 +88,13 @@ class Objects:
     async def names(self, folder: str) -> list[ObjectInfo]:
         """List the objects of a folder and below."""
         found: list[ObjectInfo] = []
-        async for some in self._api.list(self._store, folder, chunk_size=1000):
+        listing = self._api.list(self._store, folder, chunk_size=1000).__aiter__()
+        while True:
+            try:
+                some = await asyncio.wait_for(listing.__anext__(), REQUEST.total_seconds())
+            except StopAsyncIteration:
+                return found
             found += [info_of(meta) for meta in cast(Sequence[Any], some)]
-        return found
 
     async def remove(self, name: str) -> None:
         """Remove an object; one that is absent is no error."""

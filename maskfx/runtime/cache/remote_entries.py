@@ -103,21 +103,26 @@ class RemoteEntries:
         """Note a use of an entry."""
         await self.objects.put(f"{folder_of(digest)}/{USED}", b"used")
 
-    async def payload(self, digest: bytes, length: int, hashed: bytes) -> bytearray | None:
-        """Read a payload, a large one in ranges; None if it is absent or has another length.
+    async def has_payload(self, digest: bytes, length: int, hashed: bytes) -> bool:
+        """Return True if a payload is there and has this length; small ones aren't looked for."""
+        if length <= PIECE:
+            return True
+        status = await self.objects.status(rows_name(digest, hashed))
+        return status is not None and status.nbytes == length
+
+    async def read(self, digest: bytes, hashed: bytes, into: bytearray) -> bool:
+        """Read a payload, a large one in ranges; return False if it is absent or of another length.
 
         Its hash isn't checked.
         """
-        name = rows_name(digest, hashed)
-        if not length:
-            return bytearray()
+        name, length = rows_name(digest, hashed), len(into)
         if length <= PIECE:
-            found = await self.objects.get(name, length)
-            return None if found is None or len(found[1]) != length else bytearray(found[1])
-        status = await self.objects.status(name)
-        if status is None or status.nbytes != length:  # before memory for it is taken
-            return None
-        payload, turn = bytearray(length), asyncio.Semaphore(PARALLEL)
+            found = await self.objects.get(name, length) if length else None
+            if found is not None and len(found[1]) == length:
+                into[:] = found[1]
+                return True
+            return not length
+        turn = asyncio.Semaphore(PARALLEL)
 
         async def read(start: int) -> bool:
             end = min(start + PIECE, length)
@@ -125,11 +130,10 @@ class RemoteEntries:
                 piece = await self.objects.read(name, start, end)
             if piece is None or len(piece) != end - start:
                 return False
-            payload[start:end] = piece
+            into[start:end] = piece
             return True
 
-        whole = await asyncio.gather(*map(read, range(0, length, PIECE)))
-        return payload if all(whole) else None
+        return all(await asyncio.gather(*map(read, range(0, length, PIECE))))
 
     async def beginning(self, digest: bytes, nbytes: int) -> bytes:
         """Return the first bytes of a payload, unchecked, or b""."""

@@ -35,7 +35,7 @@ from maskfx.runtime.cache.store_entry import (
     header_of,
 )
 
-LISTING = 20  # times the time of one call: for listings, and removals over the limit
+LISTING, REMOVALS = 4, 20  # times the time of one call
 FRESH = 10.0  # seconds for which an entry that was seen counts as there
 KNOWN = 1 << 16  # entries whose size and use are remembered
 SETTLE = 120.0  # seconds for the writes at the end
@@ -153,7 +153,7 @@ class RemoteStore:
         try:
             if waiting is None:
                 payload = self._read(digest, ttl)
-        except Unavailable:
+        except (Unavailable, MemoryError):
             self._count(failed_reads=1)
         if payload is None:
             self._count(misses=1)
@@ -172,22 +172,28 @@ class RemoteStore:
                 length, hashed = index.parsed(digest)
                 if ttl is not None and self._expired(digest, index, ttl):
                     return None
-                payload = self.reads.run(
-                    lambda size=length, hashed=hashed: entries.payload(digest, size, hashed),  # type: ignore[misc]
-                    2 + pieces_of(length) // PARALLEL,
-                )
+                payload = self._payload(digest, length, hashed)
                 if payload is None:
                     if not last:  # the entry may have been replaced or removed meanwhile
                         continue
                     raise CorruptEntry("its payload is absent or has another length")
                 if header_of(digest, memoryview(payload)) != index.content:
                     raise CorruptEntry("its payload has another hash")
-            except (CorruptEntry, MemoryError) as why:
+            except CorruptEntry as why:
                 self._corrupt(digest, index, why)
                 return None
             self._see(digest, HEADER.size + length)
             return payload
         return None
+
+    def _payload(self, digest: bytes, length: int, hashed: bytes) -> bytearray | None:
+        """Read a payload; None if it is absent or has another length."""
+        entries = self.entries
+        if not self.reads.run(lambda: entries.has_payload(digest, length, hashed)):
+            return None
+        into = bytearray(length)
+        turns = 2 + pieces_of(length) // PARALLEL
+        return into if self.reads.run(lambda: entries.read(digest, hashed, into), turns) else None
 
     def _expired(self, digest: bytes, index: EntryIndex, ttl: float) -> bool:
         """Return True if an entry is unused for longer than `ttl`; it is removed then."""
@@ -320,7 +326,7 @@ class RemoteStore:
         Entries whose digest is in `keep` stay. What dead writers left is removed too.
         """
         try:
-            return self.writes.run(lambda: self._gc(budget_bytes, ttl, keep), LISTING)
+            return self.writes.run(lambda: self._gc(budget_bytes, ttl, keep), REMOVALS)
         except Unavailable:
             self._count(failed_writes=1)
             return Report(unreadable=1)
@@ -358,7 +364,7 @@ class RemoteStore:
             limits, self._limits, self._trimming = self._limits, None, False
         if limits is not None:
             try:
-                await self.writes.run_in_loop(lambda: self._gc(*limits), LISTING)
+                await self.writes.run_in_loop(lambda: self._gc(*limits), REMOVALS)
             except Unavailable:
                 self._count(failed_writes=1)
 

@@ -17,7 +17,7 @@ from maskfx.runtime.cache.bounded_calls import RemoteAccess, Unavailable, loop_o
 
 UNFINISHED = ".unfinished"
 MOST = 256 << 20  # bytes of a file in an object store that is read
-LISTING = 20  # times the time of one call
+LISTING = 4  # times the time of one call
 
 
 class SmallFiles(Protocol):
