@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from maskfx.pipelines.state import Template as Template
     from maskfx.runtime.cache.loader import Loader as Loader
     from maskfx.runtime.cache.movers import DeviceMover as DeviceMover
+    from maskfx.runtime.cache.remote_store import RemoteStore as RemoteStore
     from maskfx.runtime.cache.step_cache import StepCache as StepCache
     from maskfx.runtime.cache.store import Store as Store
     from maskfx.runtime.cache.tiers import Tiers as Tiers
@@ -99,6 +100,7 @@ HOMES = {
     "PatchReuse": "maskfx.runtime.reuse.patches",
     "Quality": "maskfx.pipelines.quality",
     "RecordStep": "maskfx.runtime.steps",
+    "RemoteStore": "maskfx.runtime.cache.remote_store",
     "ReusePolicy": "maskfx.runtime.reuse.policy",
     "SignatureError": "maskfx.errors",
     "StepCache": "maskfx.runtime.cache.step_cache",

@@ -44,6 +44,7 @@ EXPORTED = [
     "PatchReuse",
     "Quality",
     "RecordStep",
+    "RemoteStore",
     "ReusePolicy",
     "SignatureError",
     "StepCache",

@@ -1,4 +1,4 @@
-"""Commands on a directory of recorded steps: list, verify and clean up its entries."""
+"""Commands on a directory or object store of recorded steps: list, verify and clean up."""
 
 from __future__ import annotations
 
@@ -6,30 +6,35 @@ import time
 from pathlib import Path
 
 from maskfx.errors import InputError
+from maskfx.runtime.cache.entry_store import EntryStore
+from maskfx.runtime.cache.objects import is_url
+from maskfx.runtime.cache.remote_store import RemoteStore
 from maskfx.runtime.cache.serialize import read_labels
 from maskfx.runtime.cache.store import Report, Store
-from maskfx.runtime.cache.store_entry import StoreEntry, payload_prefix
+from maskfx.runtime.cache.store_entry import StoreEntry
 
 
-def ls(directory: Path) -> int:
+def ls(directory: str) -> int:
     """Print the entries, least recently used first."""
-    entries = _store(directory).ls()
+    store = _store(directory)
+    entries = store.ls()
     now = time.time()
     for entry in entries:
         age = max(0.0, now - entry.used)
-        print(f"{entry.digest.hex()[:16]}  {size(entry.nbytes):>9}  {age:9.0f} s  {_about(entry)}")
+        about = f"{age:9.0f} s  {_about(store, entry)}"
+        print(f"{entry.digest.hex()[:16]}  {size(entry.nbytes):>9}  {about}")
     print(f"{len(entries)} entries, {size(sum(entry.nbytes for entry in entries))}")
     return 0
 
 
-def verify(directory: Path) -> int:
+def verify(directory: str) -> int:
     """Read every entry and remove damaged ones; return 1 if there were any."""
     report = _store(directory).verify()
     _tell(report)
     return 1 if report.removed or report.unreadable else 0
 
 
-def gc(directory: Path, budget: int | None, ttl: float | None) -> int:
+def gc(directory: str, budget: int | None, ttl: float | None) -> int:
     """Remove entries unused for `ttl` seconds, then the least recently used over the budget."""
     for name, value in (("--budget", budget), ("--ttl", ttl)):
         if value is not None and value < 0:
@@ -55,13 +60,15 @@ def _tell(report: Report) -> None:
         print(f"neither readable nor removable: {report.unreadable}")
 
 
-def _about(entry: StoreEntry) -> str:
+def _about(store: EntryStore, entry: StoreEntry) -> str:
     """Return the key's fields as labelled by its writer; not checked against the hash."""
-    labels = read_labels(payload_prefix(entry))
+    labels = read_labels(store.prefix(entry))
     return " ".join(f"{name}={value}" for name, value in labels.items() if value) or "?"
 
 
-def _store(directory: Path) -> Store:
-    if not directory.is_dir():
-        raise InputError(f"{directory}: no such directory; give the directory of a Store")
-    return Store(directory)
+def _store(place: str) -> EntryStore:
+    if is_url(place):
+        return RemoteStore(place)
+    if not Path(place).is_dir():
+        raise InputError(f"{place}: no such directory; give the directory of a Store, or a URL")
+    return Store(Path(place))

@@ -41,12 +41,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Edits at the cost of the mask.",
 )
-cache = typer.Typer(no_args_is_help=True, help="A directory of recorded steps.")
+cache = typer.Typer(no_args_is_help=True, help="A directory or URL of recorded steps.")
 app.add_typer(cache, name="cache")
 adapters = typer.Typer(no_args_is_help=True, help="LoRA files.")
 app.add_typer(adapters, name="adapters")
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", show_default=False)]
+Directory = Annotated[str, typer.Argument(metavar="DIR", show_default=False)]
 Model = Annotated[
     str | None,
     typer.Argument(
@@ -137,7 +137,7 @@ def serve(
     device: Annotated[str | None, given("cpu, cuda, cuda:1.")] = None,
     dtype: Annotated[str | None, given("float32, bfloat16 or float16.")] = None,
     helpers: Annotated[str | None, given("Encoders beside the steps: auto, on or off.")] = None,
-    cache_dir: Annotated[Path | None, given("Templates on disk.")] = None,
+    cache_dir: Annotated[str | None, given("Templates: a directory, or a URL.")] = None,
     lora_dir: Annotated[Path | None, given("*.safetensors that requests may name.")] = None,
     controlnets: Annotated[
         list[str] | None, typer.Option("--controlnet", help="Folders, hub ids or shipped names.")

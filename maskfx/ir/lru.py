@@ -38,6 +38,10 @@ class LruCache(Generic[Key, Value]):
             return self._entries[key]
         return self.put(key, make())
 
+    def remove(self, key: Key) -> None:
+        """Remove an entry, if it is there."""
+        self._entries.pop(key, None)
+
     def keep_only(self, keys: set[Key]) -> None:
         """Remove the entries with other keys."""
         for key in self._entries.keys() - keys:

@@ -231,7 +231,7 @@ class TemplateLibrary:
 
     def has(self, template: str) -> bool:
         """Return True if the template seems to be complete, without reading it."""
-        return self._there(latents_key(template, START, 0))
+        return self.tiers.holds([latents_key(template, START, 0)])
 
     def made_picture(self, template: str) -> bool:
         """Return True for a run that made an image, which no other run can record again."""
@@ -275,7 +275,7 @@ class TemplateLibrary:
             for name, step, branch in self.recorded_calls(template)
             if name in denoisers and (self.budget is None or name in self.templates)
         )
-        return all(self._there(key) for key in keys)
+        return self.tiers.holds(list(keys))
 
     def start(self, template: str) -> list[Tensor]:
         """Return the run's initial latents; empty if they are missing."""
@@ -349,10 +349,6 @@ class TemplateLibrary:
     def _ordered(self, template: str) -> list[CallPosition]:
         known = [call for call in self.recorded_calls(template) if call.name in self.templates]
         return sorted(known, key=lambda call: (call.step, call.name, call.branch))
-
-    def _there(self, key: EntryKey) -> bool:
-        store = self.tiers.store
-        return self.tiers.where(key) is not None or (store is not None and store.touch(key))
 
     def _put(
         self,

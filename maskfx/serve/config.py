@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from maskfx.errors import InputError
+from maskfx.runtime.cache.objects import is_url
 
 
 class Limits(BaseModel):
@@ -67,6 +68,11 @@ def split(value: object) -> object:
     """Split a list that is given as one string."""
     parts = value.split(",") if isinstance(value, str) else None
     return value if parts is None else [part.strip() for part in parts if part.strip()]
+
+
+def place(value: object) -> object:
+    """Return a URL as it is, and another text as a path."""
+    return Path(value) if isinstance(value, str) and not is_url(value) else value
 
 
 def check_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
@@ -144,7 +150,8 @@ class ServeSettings(BaseModel):
     codecs: int = Field(2, ge=1)  # processes that decode and encode images
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "cpu"
-    cache_dir: Path | None = None  # templates on disk, shared by workers; None: memory only
+    # templates in a directory, or a URL of an object store, shared by workers; None: memory only
+    cache_dir: Annotated[str | Path | None, AfterValidator(place)] = None
     # templates in memory, per worker; None: half of the free memory, shared by the workers
     cache_host_bytes: int | None = Field(default=None, gt=0)
     # device memory, used before host memory; None: a quarter of what the model leaves free
@@ -176,6 +183,11 @@ class ServeSettings(BaseModel):
     # base URL of an OpenTelemetry collector for spans; None: no tracing
     otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s/?#]+[^\s?#]*$")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def cache_folder(self) -> Path | None:
+        """The directory of `cache_dir`; None for an object store."""
+        return self.cache_dir if isinstance(self.cache_dir, Path) else None
 
     def for_one_call(self) -> ServeSettings:
         """Return the settings of a process that runs one call at a time."""

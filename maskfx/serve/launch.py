@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from maskfx.errors import InputError
+from maskfx.runtime.cache.bounded_calls import open_remote
 from maskfx.serve.config import ServeSettings, is_loopback
 from maskfx.serve.logs import configure_logs
 from maskfx.serve.rank_settings import unsupported
@@ -53,6 +54,7 @@ def serve(settings: ServeSettings) -> int:
     try:
         check_key(settings)
         check_ranks(settings)
+        check_cache(settings)
         listener = listen(settings)
         check_descriptors(settings)
         costs = costs_of(settings)
@@ -81,6 +83,15 @@ def check_ranks(settings: ServeSettings) -> None:
     """Refuse settings that ranks don't support, rather than ignore them."""
     if (why := unsupported(settings)) is not None:
         raise LaunchRefusal(why)
+
+
+def check_cache(settings: ServeSettings) -> None:
+    """Refuse a URL that can't be opened; whether the object store answers isn't tried."""
+    if isinstance(settings.cache_dir, str):
+        try:
+            open_remote(settings.cache_dir)
+        except InputError as error:
+            raise LaunchRefusal(f"cache_dir: {error}") from None
 
 
 def listen(settings: ServeSettings) -> socket.socket:

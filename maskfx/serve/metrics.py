@@ -99,6 +99,9 @@ class Metrics:
         self.cache_lost_total = self._counter(
             "cache_lost_total", "Entries removed that couldn't be written.", "tier"
         )
+        self.cache_failures_total = self._counter(
+            "cache_failures_total", "Reads and writes of entries that failed.", "tier"
+        )
         self.cache_usage_bytes = self._gauge("cache_usage_bytes", "Bytes held.", "tier")
         self._create_tier_series()
 
@@ -176,6 +179,7 @@ class Metrics:
             "expired": self.cache_expired_total,
             "loads": self.cache_loads_total,
             "lost": self.cache_lost_total,
+            "failures": self.cache_failures_total,
         }
 
     def adapter_counters(self) -> dict[str, tuple[Counter, float]]:
@@ -234,7 +238,7 @@ class Metrics:
 
 # labels of a worker's counters without a tier
 ANY = "host"
-WITHOUT = {"loads": "disk", "lost": "disk"}  # read from disk, and not written to it
+WITHOUT = {"loads": "disk", "lost": "disk", "failures": "disk"}
 ADAPTERS = "adapters"  # what counters of LoRAs begin with
 NETS = "nets"  # what counters of nets begin with
 ROUNDS = "rounds"  # what counters of rounds begin with

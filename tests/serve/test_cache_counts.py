@@ -39,9 +39,11 @@ def test_every_event_of_a_cache_is_counted() -> None:
     counts = CacheCounts(metrics)
     for times in (1, 3):
         counts.heard("a", {"expired": times, "loads": 2 * times, "lost": 3 * times})
+        counts.heard("b", {"failures": 4 * times})
     assert value(metrics, "expired_total", "host") == 3
     assert value(metrics, "loads_total", "disk") == 6
     assert value(metrics, "lost_total", "disk") == 9
+    assert value(metrics, "failures_total", "disk") == 12
 
 
 def test_what_nobody_knows_is_left_out() -> None:

@@ -209,3 +209,25 @@ def test_every_setting_has_one_key() -> None:
     assert "limits.body_bytes" in keys
     assert "limits" not in keys
     assert {key.partition(".")[0] for key in keys} == set(ServeSettings.model_fields)
+
+
+@pytest.mark.parametrize("given", ["s3://bucket/prefix", "file:///var/cache", "memory:///"])
+def test_a_url_of_templates_stays_one_on_its_way_to_the_workers(given: str, tmp_path: Path) -> None:
+    text = f'cache_dir = "{given}"\n'
+    for found in (
+        configure({"cache_dir": given}, {}),
+        configure({}, {"MASKFX_CACHE_DIR": given}),
+        configure({}, {}, file_with(tmp_path, text)),
+    ):
+        assert found.settings.cache_dir == given
+        assert found.settings.cache_folder is None
+        sent = ServeSettings.model_validate_json(found.settings.model_dump_json())
+        assert sent.cache_dir == given
+        assert text.strip() in shown(found)
+
+
+def test_a_directory_of_templates_is_a_path() -> None:
+    settings = configure({"cache_dir": "some/where"}, {}).settings
+    assert settings.cache_dir == settings.cache_folder == Path("some/where")
+    sent = ServeSettings.model_validate_json(settings.model_dump_json())
+    assert sent.cache_dir == Path("some/where")

@@ -30,6 +30,7 @@ NAMES: dict[str, tuple[type, tuple[str, ...]]] = {
     "cache_expired_total": (Counter, ("tier",)),
     "cache_loads_total": (Counter, ("tier",)),
     "cache_lost_total": (Counter, ("tier",)),
+    "cache_failures_total": (Counter, ("tier",)),
     "cache_usage_bytes": (Gauge, ("tier",)),
     "adapter_usage_bytes": (Gauge, ()),
     "adapter_hits_total": (Counter, ()),

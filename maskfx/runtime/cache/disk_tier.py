@@ -5,13 +5,13 @@ Without a store it holds nothing. Knows nothing of the entries in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from threading import Lock
 
 from maskfx.errors import CacheError
+from maskfx.runtime.cache.entry_store import EntryStore
 from maskfx.runtime.cache.serialize import decode, encode
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.store_entry import EntryKey
 
 
@@ -19,7 +19,7 @@ class DiskTier:
     """The disk tier of `Tiers`; thread-safe.
 
     Args:
-        store: The directory, or None.
+        store: The directory or the object store, or None.
         limit: Its maximum number of bytes; None sets no limit.
         ttl: Seconds without use after which an entry expires; None never.
         pinned: Returns the keys of the entries that stay.
@@ -27,7 +27,7 @@ class DiskTier:
 
     def __init__(
         self,
-        store: Store | None,
+        store: EntryStore | None,
         limit: int | None,
         ttl: float | None,
         pinned: Callable[[], Collection[EntryKey]],
@@ -71,6 +71,10 @@ class DiskTier:
         """Return True if the entry is there; counts as use."""
         return self.store is not None and self.store.touch(key)
 
+    def has_all(self, keys: Sequence[EntryKey]) -> bool:
+        """Return True if all the entries are there; counts as use."""
+        return not keys or (self.store is not None and self.store.touch_all(keys))
+
     def drop(self, key: EntryKey) -> None:
         """Remove an entry."""
         if self.store is not None:
@@ -83,7 +87,11 @@ class DiskTier:
     def trim(self) -> None:
         """Remove expired entries, and the least recently used ones beyond the limit."""
         if self.store is not None and (self._limit is not None or self._ttl is not None):
-            self.store.gc(self._limit, self._ttl, {key.digest() for key in self._pinned()})
+            self.store.trim(self._limit, self._ttl, {key.digest() for key in self._pinned()})
+
+    def settle(self) -> bool:
+        """Wait until everything is written; return False if something can't be."""
+        return self.store is None or self.store.settle()
 
 
 def encoded(key: EntryKey, cache: StepCache) -> bytes | None:

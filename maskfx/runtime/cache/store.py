@@ -12,7 +12,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -27,6 +27,7 @@ from maskfx.runtime.cache.store_entry import (
     EntryKey,
     StoreEntry,
     header_of,
+    payload_prefix,
     read_payload,
 )
 
@@ -182,6 +183,10 @@ class Store:
         self._close(file)
         return True
 
+    def touch_all(self, keys: Sequence[EntryKey]) -> bool:
+        """Mark entries as used now; return True if all of them exist."""
+        return all(self.touch(key) for key in keys)
+
     def nbytes(self, key: EntryKey) -> int:
         """Return the size of an entry's file, or 0 if there is none."""
         return self._size(self.path(key.digest()))
@@ -204,6 +209,14 @@ class Store:
             if digest is not None and stat.S_ISREG(status.st_mode):
                 found.append(StoreEntry(digest, path, status.st_size, status.st_mtime))
         return sorted(found, key=lambda entry: (entry.used, entry.path))
+
+    def total_bytes(self) -> int:
+        """Return the size of all entries."""
+        return sum(entry.nbytes for entry in self.ls())
+
+    def prefix(self, entry: StoreEntry) -> bytes:
+        """Return the first bytes of an entry's payload, unchecked, or b"" if it can't be read."""
+        return payload_prefix(entry)
 
     def verify(self) -> Report:
         """Read every entry; remove damaged, foreign (but with our suffix) and abandoned files."""
@@ -253,6 +266,14 @@ class Store:
                 removed, freed = removed + 1, freed + entry.nbytes
                 total -= entry.nbytes
         return Report(len(left), total, removed, freed)
+
+    def trim(self, budget_bytes: int | None, ttl: float | None, keep: Collection[bytes]) -> None:
+        """Do what `gc` does."""
+        self.gc(budget_bytes, ttl, keep)
+
+    def settle(self) -> bool:
+        """Return True: every write is finished when `put` returns."""
+        return True
 
     def _remove_abandoned(self) -> tuple[int, int]:
         """Remove old temporary files that no living writer holds; return (files, bytes)."""

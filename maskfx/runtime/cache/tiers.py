@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,10 +19,10 @@ from threading import Condition, RLock
 
 from maskfx.errors import InputError
 from maskfx.runtime.cache.disk_tier import DiskTier
+from maskfx.runtime.cache.entry_store import EntryStore
 from maskfx.runtime.cache.movers import HostMover, Mover
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.store_entry import EntryKey
 from maskfx.runtime.cache.tier_entry import FoundStep, Tier, TierCounters, TierEntry
 
@@ -31,7 +31,7 @@ class Tiers:
     """Caches recorded steps by key; thread-safe.
 
     Args:
-        store: The directory of the disk tier; None has no disk tier.
+        store: The directory or object store of the disk tier; None has no disk tier.
         host_bytes: The budget of the host tier.
         device_bytes: The budget of the device tier; above 0 it needs `mover`.
         disk_bytes: The budget of the disk tier; None sets no limit. Needs `store`.
@@ -46,7 +46,7 @@ class Tiers:
 
     def __init__(
         self,
-        store: Store | None = None,
+        store: EntryStore | None = None,
         *,
         host_bytes: int,
         device_bytes: int = 0,
@@ -63,13 +63,8 @@ class Tiers:
                 f"Tiers(device_bytes={device_bytes}) needs a mover; give "
                 "mover=maskfx.DeviceMover(device), or device_bytes=0"
             )
-        limits = {
-            "host_bytes": host_bytes,
-            "device_bytes": device_bytes,
-            "disk_bytes": disk_bytes,
-            "ttl": ttl,
-        }
-        for name, limit in limits.items():
+        limits = {"host_bytes": host_bytes, "device_bytes": device_bytes}
+        for name, limit in (limits | {"disk_bytes": disk_bytes, "ttl": ttl}).items():
             if limit is not None and not limit >= 0:
                 raise InputError(f"Tiers({name}={limit}): give 0 or more")
         if store is None and disk_bytes is not None:
@@ -157,7 +152,7 @@ class Tiers:
         """Write the entries that aren't on disk yet; return True if all are there now."""
         with self._lock:
             unwritten = [kept for kept in self._kept.values() if not kept.stored]
-        return all([self._write(kept) for kept in unwritten])
+        return all([self._write(kept) for kept in unwritten]) & self._disk.settle()
 
     def close(self) -> None:
         """Stop prefetching and write the entries that aren't on disk yet."""
@@ -185,6 +180,10 @@ class Tiers:
         """Return the tier of an entry in memory, or None; doesn't count as use, reads nothing."""
         with self._lock:
             return self._kept[key].tier if key in self._kept else None
+
+    def holds(self, keys: Iterable[EntryKey]) -> bool:
+        """Return True if all these entries are in some tier, without reading them."""
+        return self._disk.has_all([key for key in keys if self.where(key) is None])
 
     def bytes_of(self, key: EntryKey) -> dict[Tier, int]:
         """Return an entry's bytes in each tier; doesn't count as use, reads nothing."""

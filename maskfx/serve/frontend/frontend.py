@@ -171,8 +171,9 @@ class Front:
     async def record(self, request: Request, pictures: Pictures) -> TemplateInfo:
         id = request.template or request.id
         if not pictures.images:
-            message = "a template is recorded from a picture; send one as image"
-            raise ApiError("missing_parameter", message, param="image")
+            raise ApiError(
+                "missing_parameter", "send the template's picture as image", param="image"
+            )
         self._images.check(id, pictures.images[0])
         if id in self._images:
             self._forget_recordings(id)  # they may be of another image
@@ -192,7 +193,7 @@ class Front:
         return [self._info(leaf) for leaf in self._images]
 
     async def forget(self, template: str) -> None:
-        self._images.forget(template)
+        await asyncio.to_thread(self._images.forget, template)
         self._forget_recordings(template)
 
     def template_picture(self, template: str) -> Pixels:
@@ -302,6 +303,10 @@ class Front:
         for name in self._dispatch.pool.mates:
             self._link.send(name, Forget(template))
 
+    def _forget_unknown(self, template: str) -> None:
+        if not self._dispatch.serves(template):
+            self._forget_recordings(template)  # deleted while the worker wasn't running
+
     def _info(self, leaf: TemplateImage) -> TemplateInfo:
         pool = self._dispatch.pool
         return leaf.info(pool.sizes(leaf.id), pool.with_template(leaf.id))
@@ -392,9 +397,8 @@ class Front:
             log.info("worker_ready", worker=worker, model=card.name, slots=ready.slots)
             self._readiness.loaded(card)
             self._nodes.joined(worker, ready.node)
-            slots = max(1, ready.slots)
-            self._dispatch.joined(worker, slots, ready.on_disk, ready.loads, ready.disk)
-            for template in ready.on_disk:
-                if not self._images.knows(template) and not self._dispatch.serves(template):
-                    self._forget_recordings(template)  # deleted while this worker wasn't running
+            self._dispatch.joined(
+                worker, max(1, ready.slots), ready.on_disk, ready.loads, ready.disk
+            )
+            self._images.report_unknown(ready.on_disk, self._forget_unknown)
             self._decide_soon()

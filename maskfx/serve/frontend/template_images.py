@@ -1,17 +1,15 @@
-"""Images of templates: held in memory by the front end, and on disk if `cache_dir` is set.
+"""Images of templates: held in memory by the front end, and in `cache_dir` if that is set.
 
-On disk, an image is one file that is written atomically; a file that fails its check is removed.
+There, an image is one file that is written as a whole; a file that fails its check is removed.
 Knows nothing of the recordings that workers make of templates.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+import asyncio
 import re
-import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +18,11 @@ import numpy as np
 import structlog
 import xxhash
 
+from maskfx.runtime.cache.small_files import files_of
 from maskfx.serve.errors import ApiError
 from maskfx.serve.request import Pixels, TemplateInfo
 
-FOLDER, ENDING, UNFINISHED = "pictures", ".picture", ".unfinished"
+FOLDER, ENDING = "pictures", ".picture"
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 MOST_BYTES = 1 << 30  # of pixels in memory, all templates together
 
@@ -58,13 +57,13 @@ class TemplateImage:
 class TemplateImages:
     """The images of all templates."""
 
-    def __init__(self, cache_dir: Path | None, most_bytes: int = MOST_BYTES) -> None:
-        self._folder = None if cache_dir is None else cache_dir / FOLDER
+    def __init__(self, cache_dir: Path | str | None, most_bytes: int = MOST_BYTES) -> None:
+        self._files = files_of(cache_dir)
         self._most = most_bytes
         self._leaves: dict[str, TemplateImage] = {}
-        self._naming = threading.Lock()  # keeps file names on disk consistent with memory
-        if self._folder is not None:
-            self._read(self._folder)
+        self._looking: set[asyncio.Task[None]] = set()
+        self._naming = threading.Lock()  # keeps file names consistent with memory
+        self._read()
 
     def __iter__(self) -> Iterator[TemplateImage]:
         return iter(tuple(self._leaves.values()))
@@ -72,13 +71,25 @@ class TemplateImages:
     def __contains__(self, id: str) -> bool:
         return id in self._leaves
 
-    def knows(self, id: str) -> bool:
-        """Return True if the template is in memory or on disk.
+    def report_unknown(self, ids: Iterable[str], report: Callable[[str], None]) -> None:
+        """Call `report`, soon, for each template that is neither in memory nor in `cache_dir`.
 
-        A template may be only on disk if another server wrote it or it couldn't be read.
+        A template may be only there if another server wrote it or it couldn't be read.
         """
-        on_disk = self._folder is not None and (self._folder / (id + ENDING)).exists()
-        return id in self or on_disk
+        task = asyncio.get_running_loop().create_task(self._report(list(ids), report))
+        self._looking.add(task)
+        task.add_done_callback(self._looking.discard)
+
+    async def _report(self, ids: list[str], report: Callable[[str], None]) -> None:
+        for id in ids:
+            if id not in self and not await asyncio.to_thread(self._is_written, id):
+                report(id)
+
+    def _is_written(self, id: str) -> bool:
+        try:
+            return self._files is not None and self._files.exists(file_of(id))
+        except OSError:  # it may be there
+            return True
 
     def get(self, id: str) -> TemplateImage:
         leaf = self._leaves.get(id)
@@ -99,67 +110,65 @@ class TemplateImages:
 
     def keep(self, id: str, pixels: Pixels, created: int) -> TemplateImage:
         self.check(id, pixels)
-        with self._naming:
-            self._leaves[id] = leaf = TemplateImage(id, pixels, created)
+        self._leaves[id] = leaf = TemplateImage(id, pixels, created)
         return leaf
 
     def write(self, leaf: TemplateImage) -> None:
-        """Write an image to disk. Blocking; callable from any thread.
+        """Write an image to `cache_dir`. Blocking; callable from any thread.
 
         Failures such as a full disk are logged as warnings, as the image is in memory.
         """
-        if self._folder is None:
+        if self._files is None:
             return
-        path = self._folder / (leaf.id + ENDING)
-        fresh = path.with_name(f"{leaf.id}-{secrets.token_hex(4)}{UNFINISHED}")
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with fresh.open("xb") as file:
-                file.write(encoded(leaf))
-                file.flush()
-                os.fsync(file.fileno())
-            with self._naming:
-                if self._leaves.get(leaf.id) is leaf:
-                    fresh.rename(path)
-                else:  # deleted or replaced in the meantime
-                    fresh.unlink()
-        except OSError as error:
-            log.warning("picture_not_written", template=leaf.id, error=error.strerror)
-            remove(fresh)
+        with self._naming:
+            if self._leaves.get(leaf.id) is not leaf:  # deleted or replaced in the meantime
+                return
+            try:
+                self._files.write(file_of(leaf.id), encoded(leaf))
+            except OSError as error:
+                log.warning("picture_not_written", template=leaf.id, error=error.strerror)
 
     def forget(self, id: str) -> None:
-        """Delete an image from memory and disk.
+        """Delete an image from memory and `cache_dir`; waits while one is written.
 
         Raises ApiError template_not_found if there is none.
         """
-        self.get(id)
         with self._naming:
+            self.get(id)
             del self._leaves[id]
-            if self._folder is not None:
-                remove(self._folder / (id + ENDING))
+            if self._files is not None:
+                self._files.remove(file_of(id))
+                self._files.settle()
 
-    def _read(self, folder: Path) -> None:
-        held = 0
-        for path in sorted(folder.glob("*" + ENDING)):
+    def _read(self) -> None:
+        files, held = self._files, 0
+        if files is None:
+            return
+        for name in self._names():
             try:
-                leaf = decoded(path)
+                leaf = decoded(name, files.read(name))
             except OSError as error:  # the file may be intact: keep it
-                log.warning("picture_unreadable", file=path.name, error=error.strerror)
+                log.warning("picture_unreadable", file=name, error=error.strerror)
                 continue
             if leaf is None:
-                log.warning("picture_removed", file=path.name, why="not what was written")
-                remove(path)
+                log.warning("picture_removed", file=name, why="not what was written")
+                files.remove(name)
             elif held + leaf.pixels.nbytes <= self._most:
                 held += leaf.pixels.nbytes
                 self._leaves[leaf.id] = leaf
-        for path in folder.glob("*" + UNFINISHED):
-            remove(path)
+        files.remove_unfinished(FOLDER)
+
+    def _names(self) -> list[str]:
+        assert self._files is not None, "only files have names"
+        try:
+            return [name for name in self._files.names(FOLDER) if name.endswith(ENDING)]
+        except OSError as error:
+            log.warning("pictures_unreadable", error=error.strerror)
+            return []
 
 
-def remove(path: Path) -> None:
-    """Delete a file, ignoring OS errors."""
-    with contextlib.suppress(OSError):
-        path.unlink()
+def file_of(id: str) -> str:
+    return f"{FOLDER}/{id}{ENDING}"
 
 
 def encoded(leaf: TemplateImage) -> bytes:
@@ -169,15 +178,15 @@ def encoded(leaf: TemplateImage) -> bytes:
     return msgspec.msgpack.encode(StoredImage(leaf.id, leaf.created, height, width, pixels, digest))
 
 
-def decoded(path: Path) -> TemplateImage | None:
+def decoded(name: str, data: bytes) -> TemplateImage | None:
     """Read an image file; return None if it is damaged or its name doesn't match its id."""
     try:
-        kept = msgspec.msgpack.decode(path.read_bytes(), type=StoredImage)
+        kept = msgspec.msgpack.decode(data, type=StoredImage)
     except msgspec.MsgspecError:
         return None
     whole = min(kept.height, kept.width) > 0
     whole = whole and len(kept.pixels) == kept.height * kept.width * 3
-    named = NAME.fullmatch(kept.id) is not None and path.name == kept.id + ENDING
+    named = NAME.fullmatch(kept.id) is not None and name == file_of(kept.id)
     if not (whole and named) or xxhash.xxh3_128_digest(kept.pixels) != kept.digest:
         return None
     pixels = np.frombuffer(kept.pixels, np.uint8).reshape(kept.height, kept.width, 3)

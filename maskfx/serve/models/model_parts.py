@@ -18,8 +18,10 @@ from maskfx.ops.kept import kept_folder
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.quality import Quality
+from maskfx.runtime.cache.entry_store import EntryStore
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.movers import DeviceMover, HostMover
+from maskfx.runtime.cache.remote_store import RemoteStore
 from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -52,9 +54,9 @@ def quality_of(settings: ServeSettings) -> Quality:
 def tiers_of(settings: ServeSettings) -> Tiers:
     """Create the cache tiers: device (if it has a budget), host, disk (if `cache_dir` is set).
 
-    Host memory is pinned for CUDA devices.
+    An object store takes the place of the disk. Host memory is pinned for CUDA devices.
     """
-    store = None if settings.cache_dir is None else Store(settings.cache_dir)
+    store = store_of(settings.cache_dir)
     device = torch.device(settings.device)
     return Tiers(
         store,
@@ -63,6 +65,13 @@ def tiers_of(settings: ServeSettings) -> Tiers:
         disk_bytes=None if store is None else settings.cache_disk_bytes,
         mover=HostMover() if device.type == "cpu" else DeviceMover(device),
     )
+
+
+def store_of(place: Path | str | None) -> EntryStore | None:
+    """Return the store of a directory or a URL; None without one."""
+    if place is None:
+        return None
+    return Store(place) if isinstance(place, Path) else RemoteStore(place)
 
 
 def host_bytes_of(settings: ServeSettings) -> int:
@@ -106,9 +115,9 @@ def plans_of(settings: ServeSettings) -> bool | None:
 
 
 def programs_of(settings: ServeSettings) -> Path | None:
-    """Return the directory of compiled programs; None without `cache_dir` if a user has none."""
+    """Return the directory of compiled programs; None without one if the user has no home."""
     try:
-        return (settings.cache_dir or kept_folder()) / PROGRAMS
+        return (settings.cache_folder or kept_folder()) / PROGRAMS
     except RuntimeError:  # no home
         return None
 

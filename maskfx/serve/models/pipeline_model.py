@@ -237,7 +237,7 @@ class PipelineModel:
             found |= {f"nets.{k}": v for k, v in asdict(self.engine.services.counts()).items()}
         if self._warm and self.engine.rounds is not None:
             found |= round_counts(self.engine)
-        return found | ({} if self.tiers.store is None else {"bytes.disk": self._on_disk()})
+        return found | self._stored()
 
     def _patches(self) -> dict[str, int]:
         """Return the sites of patches that were computed and kept; empty if none are reused."""
@@ -248,14 +248,21 @@ class PipelineModel:
         computed, total = (round(sum(getattr(c, n) for c in counts)) for n in ("computed", "total"))
         return {"patches.computed": computed, "patches.kept": total - computed}
 
-    def _on_disk(self) -> int:
-        """Return the bytes of the store's files, cached so that not every heartbeat lists them."""
-        assert self.tiers.store is not None, "disk bytes are counted with a store only"
+    def _stored(self) -> dict[str, int]:
+        """Return what the store holds and how often it failed; empty without one.
+
+        The bytes are kept for a while, so that not every heartbeat lists a directory.
+        """
+        store = self.tiers.store
+        if store is None:
+            return {}
         looked, nbytes = self._disk
         if time.monotonic() - looked >= DISK_LOOK:
-            nbytes = sum(entry.nbytes for entry in self.tiers.store.ls())
+            nbytes = store.total_bytes()
             self._disk = time.monotonic(), nbytes
-        return nbytes
+        counters = store.counters
+        failures = counters.failed_reads + counters.failed_writes
+        return {"bytes.disk": nbytes, "failures": failures}
 
     def close(self) -> None:
         with self._lock:
@@ -268,6 +275,7 @@ class PipelineModel:
         if self.loader is not None:
             self.loader.close()
         self.tiers.close()
+        self.recordings.close()
 
     # Running one job.
 

@@ -1,24 +1,21 @@
 """Index of a worker's recordings: the cache entries of each template that clients named.
 
-With a cache directory, the index has one small file per recording, in a folder with the template's
+With a `cache_dir`, the index has one small file per recording, in a folder with the template's
 name. Workers share these files: recordings of other workers and of earlier servers are found,
 pinned and removed like those of this worker.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import secrets
-import shutil
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from maskfx.runtime.cache.small_files import files_of
 from maskfx.runtime.cache.store_entry import EntryKey
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.cache.tiers import Tiers
@@ -41,16 +38,15 @@ Recorded = dict[str, TemplateRecording]  # by the recording's internal name
 class Recordings:
     """Every recording of each template, by the name that clients use."""
 
-    def __init__(self, tiers: Tiers, cache_dir: Path | None) -> None:
+    def __init__(self, tiers: Tiers, cache_dir: Path | str | None) -> None:
         self._tiers = tiers
-        self._folder = None if cache_dir is None else cache_dir / FOLDER
+        self._files = files_of(cache_dir)
         self._lock = threading.Lock()
-        self._by_name: dict[str, Recorded] = {}
+        self._by_name: dict[str, Recorded] = dict(self._read())
         self._held: list[tuple[str, EntryKey]] = []  # (name, entry) of the pins taken by this index
-        for folder in self._folders():
-            self._by_name[folder.name] = self._read(folder)
-            for recording in self._by_name[folder.name].values():
-                self._hold(folder.name, recording)
+        for name, recorded in self._by_name.items():
+            for recording in recorded.values():
+                self._hold(name, recording)
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
@@ -76,8 +72,7 @@ class Recordings:
         """Return the cache entries of a template's recordings, those of other workers included."""
         with self._lock:
             recorded = dict(self._by_name.get(name, {}))
-        if self._folder is not None:
-            recorded = self._read(self._folder / name) | recorded
+        recorded = self._read(name).get(name, {}) | recorded
         return [key for recording in recorded.values() for key in recording.entries]
 
     def forget(self, name: str) -> list[str]:
@@ -88,10 +83,13 @@ class Recordings:
         with self._lock:
             recorded = self._by_name.pop(name, {})
             others = set().union(*self._by_name.values())
-            if self._folder is not None:
-                recorded = self._read(self._folder / name) | recorded
-                shutil.rmtree(self._folder / name, ignore_errors=True)
-                others |= {own_name(path) for path in self._folder.glob(f"*/*{ENDING}")}
+            if self._files is not None:
+                recorded = self._read(name).get(name, {}) | recorded
+                found = self._names("")
+                for file in found:
+                    if template_of(file) == name:
+                        self._files.remove(file)
+                others |= {own_name(file) for file in found if template_of(file) != name}
             self._let_go(name)
         gone = [own for own in recorded if own not in others]
         for own in gone:
@@ -102,6 +100,8 @@ class Recordings:
     def on_disk(self) -> dict[str, int]:
         """Return the bytes of each template's readable recordings on disk."""
         found: Counter[str] = Counter()
+        if self._tiers.store is not None:
+            self._tiers.store.ls()  # an object store returns many sizes at a time
         for name, recorded in self._by_name.items():
             for recording in recorded.values():
                 for key in recording.entries:
@@ -120,40 +120,56 @@ class Recordings:
                 self._tiers.unpin(key)
         self._held = [one for one in self._held if one[0] != name]
 
+    def close(self) -> None:
+        """Wait until the files are written."""
+        if self._files is not None:
+            self._files.settle()
+
     # Files.
 
     def _write(self, name: str, own: str) -> None:
-        if self._folder is None:
+        if self._files is None:
             return
-        path = self._folder / name / (own + ENDING)
-        fresh = path.with_suffix("." + secrets.token_hex(4))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_bytes(msgspec.msgpack.encode(self._by_name[name][own]))
-            os.replace(fresh, path)
-        except OSError as error:
+
+        def failed(error: OSError) -> None:
             log.warning("the index entry of template %r can't be written: %s", name, error.strerror)
-            with contextlib.suppress(OSError):
-                fresh.unlink()
 
-    def _folders(self) -> list[Path]:
-        return [] if self._folder is None else [p for p in self._folder.glob("*") if p.is_dir()]
+        data = msgspec.msgpack.encode(self._by_name[name][own])
+        self._files.write_later(f"{FOLDER}/{name}/{own}{ENDING}", data, failed)
 
-    def _read(self, folder: Path) -> Recorded:
-        """Read the index files of one template; remove invalid files, but not their entries."""
-        found: Recorded = {}
-        for path in sorted(folder.glob("*" + ENDING)):
+    def _names(self, name: str) -> list[str]:
+        """Return the names of a template's index files, of all templates if `name` is empty."""
+        try:
+            assert self._files is not None, "only files have names"
+            found = self._files.names(f"{FOLDER}/{name}".rstrip("/"))
+        except OSError as error:
+            log.warning("the index of templates can't be listed: %s", error.strerror)
+            return []
+        return [file for file in found if file.endswith(ENDING) and file.count("/") == 2]
+
+    def _read(self, name: str = "") -> dict[str, Recorded]:
+        """Read the index files of one template, or of all, by template.
+
+        Invalid files are removed, but not their entries.
+        """
+        found: defaultdict[str, Recorded] = defaultdict(dict)
+        if self._files is None:
+            return found
+        for file in self._names(name):
             try:
-                found[own_name(path)] = msgspec.msgpack.decode(
-                    path.read_bytes(), type=TemplateRecording
-                )
+                data = self._files.read(file)
+                recording = msgspec.msgpack.decode(data, type=TemplateRecording)
+                found[template_of(file)][own_name(file)] = recording
             except OSError:
                 continue
             except msgspec.MsgspecError:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+                self._files.remove(file)
         return found
 
 
-def own_name(path: Path) -> str:
-    return path.name.removesuffix(ENDING)
+def template_of(file: str) -> str:
+    return file.split("/")[1]
+
+
+def own_name(file: str) -> str:
+    return file.split("/")[2].removesuffix(ENDING)

@@ -1,6 +1,7 @@
 """The identity of a directory: two paths on two machines with the same one are the same directory.
 
-It is a random text in a file of the directory, written by the first process that asks for it.
+It is a random text in a file of the directory, written by the first process that asks for it. An
+object store has such an object.
 """
 
 from __future__ import annotations
@@ -10,21 +11,40 @@ import os
 import secrets
 from pathlib import Path
 
+from maskfx.runtime.cache.bounded_calls import open_remote
+
 NAME = "directory-id"
 LETTERS = 64  # that are read
 
 
-def directory_id(folder: Path) -> str:
-    """Return the identity of a directory; a new one each time if it can't be written."""
-    path, new = folder / NAME, secrets.token_hex(8)
+def directory_id(place: Path | str) -> str:
+    """Return the identity of a directory or URL; a new one each time if it can't be written."""
+    new = secrets.token_hex(8)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            write_once(path, new)
-        with path.open() as file:
-            return file.read(LETTERS)
+        return id_below(place, new) if isinstance(place, str) else id_in(place, new)
     except (OSError, UnicodeError):
         return new
+
+
+def id_below(url: str, new: str) -> str:
+    """Return the identity of an object store; `new`, if it has none yet."""
+    remote = open_remote(url)
+    found = remote.reads.run(lambda: remote.objects.get(NAME, LETTERS))
+    if found is None:
+        if remote.writes.run(lambda: remote.objects.put_new(NAME, new.encode())):
+            return new
+        found = remote.reads.run(lambda: remote.objects.get(NAME, LETTERS))
+    return new if found is None else found[1].decode()
+
+
+def id_in(folder: Path, new: str) -> str:
+    """Return the identity of a directory; `new`, if it has none yet."""
+    path = folder / NAME
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        write_once(path, new)
+    with path.open() as file:
+        return file.read(LETTERS)
 
 
 def write_once(path: Path, text: str) -> None:

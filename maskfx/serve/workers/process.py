@@ -104,11 +104,11 @@ class WorkerProcess:
         self._link.send(Logged(line))
 
     def _ready(self, model: Model) -> Ready:
-        node, folder = self._place.node, self._settings.cache_dir
-        if not node:
+        node, place = self._place.node, self._settings.cache_dir
+        if not node and not isinstance(place, str):
             return model.ready()
-        # workers of other nodes share the directory only if it is the same one
-        disk = "" if folder is None else directory_id(folder)
+        # workers of other nodes share the directory or object store only if it is the same one
+        disk = "" if place is None else directory_id(place)
         return msgspec.structs.replace(model.ready(), node=node, disk=disk)
 
     def _start(self, model: Model, job: Job, parts: Sequence[Part]) -> None:

@@ -337,7 +337,10 @@ def test_what_was_deleted_while_no_worker_ran_is_forgotten_when_one_joins(
                 patch.setattr(front.workers, "ready", lambda _: True)
                 patch.setattr(front._link, "send", lambda to, what: told.append((to, what)))
                 front._joined(name, ready)
-            assert told == [(name, Forget("deleted"))]
+                await asyncio.gather(*front._images._looking)
+            assert [one for one in told if isinstance(one[1], Forget)] == [
+                (name, Forget("deleted"))
+            ]
             assert front._dispatch.pool.on_disk.keys() == {"kept", "wanted", "others"}
             front._dispatch.leave(ticket)
 

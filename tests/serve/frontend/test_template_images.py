@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -10,14 +11,11 @@ import numpy as np
 import pytest
 import xxhash
 
+from maskfx.runtime.cache.bounded_calls import RemoteAccess
+from maskfx.runtime.cache.small_files import UNFINISHED
 from maskfx.serve.errors import ApiError
-from maskfx.serve.frontend.template_images import (
-    ENDING,
-    FOLDER,
-    UNFINISHED,
-    StoredImage,
-    TemplateImages,
-)
+from maskfx.serve.frontend.template_images import ENDING, FOLDER, StoredImage, TemplateImages
+from tests.factories.remote import FaultyObjects
 
 PICTURE = np.arange(48 * 64 * 3, dtype=np.uint32).astype(np.uint8).reshape(48, 64, 3)
 
@@ -130,3 +128,45 @@ def test_who_is_forgotten_or_replaced_while_it_is_written_isnt_written(tmp_path:
     images.write(old)
     assert os.listdir(tmp_path / FOLDER) == ["t" + ENDING]
     assert [leaf.created for leaf in TemplateImages(tmp_path)] == [3]
+
+
+# In an object store.
+
+
+def test_an_object_store_has_it_for_the_next_server(tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    images = TemplateImages(url)
+    images.write(images.keep("t", PICTURE, 5))
+    again = TemplateImages(url)
+    assert [(leaf.id, leaf.created) for leaf in again] == [("t", 5)]
+    assert np.array_equal(again.get("t").pixels, PICTURE)
+    (path,) = (tmp_path / "store" / FOLDER).iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    assert not list(TemplateImages(url))  # damaged
+    again.write(again.get("t"))
+    again.forget("t")
+    assert not list(TemplateImages(url))
+    assert not path.exists()
+
+
+def test_an_object_store_that_fails_leaves_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = FaultyObjects()
+    access = RemoteAccess.of(objects, pause=0.0)
+    monkeypatch.setattr("maskfx.runtime.cache.small_files.open_remote", lambda _: access)
+    images = TemplateImages("memory:///x")
+    images.write(images.keep("kept", PICTURE, 1))
+    objects.faults.failing.add("*")
+    images.write(images.keep("t", PICTURE, 1))
+    assert "t" in images
+    assert not list(TemplateImages("memory:///x"))
+    gone: list[str] = []
+
+    async def report() -> None:
+        images.report_unknown(["t", "kept", "other"], gone.append)
+        await asyncio.gather(*images._looking)
+
+    asyncio.run(report())
+    assert gone == []  # it may be there
+    objects.faults.failing.clear()
+    asyncio.run(report())
+    assert gone == ["other"]

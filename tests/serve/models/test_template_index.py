@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from maskfx.runtime.cache.bounded_calls import RemoteAccess
+from maskfx.runtime.cache.remote_store import RemoteStore
 from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.store_entry import EntryKey
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.serve.models.template_index import FOLDER, Recordings
+from tests.factories.remote import FaultyObjects
 from tests.factories.step_caches import a_step, key
 
 
@@ -104,3 +107,36 @@ def test_a_damaged_note_is_removed_and_a_full_disk_is_no_failure(
     recordings.add("hat", "a", keys, pinned=True)
     assert recordings.forget("hat") == ["a"]
     assert not list((tmp_path / FOLDER).rglob("*.*"))
+
+
+def test_an_object_store_has_the_index_too(tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    tiers = Tiers(RemoteStore(url), host_bytes=1 << 30)
+    keys, others = recorded(tiers, "a"), recorded(tiers, "b")
+    first = Recordings(tiers, url)
+    first.add("hat", "a", keys, pinned=True)
+    first.add("coat", "b", others, pinned=False)
+    first.close()
+    assert tiers.flush()
+    again = Tiers(RemoteStore(url), host_bytes=1 << 30)
+    second = Recordings(again, url)
+    assert set(second.entries("hat")) == set(keys)
+    assert second.on_disk().keys() == {"hat", "coat"}
+    assert set(again._pins) == set(keys)
+    assert second.forget("hat") == ["a"]
+    second.close()
+    assert again.flush()
+    assert len(RemoteStore(url).ls()) == len(others)
+    assert Recordings(again, url).on_disk().keys() == {"coat"}
+
+
+def test_an_object_store_that_fails_leaves_a_life_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = FaultyObjects()
+    access = RemoteAccess.of(objects)
+    monkeypatch.setattr("maskfx.runtime.cache.small_files.open_remote", lambda _: access)
+    objects.faults.failing.add("*")
+    tiers = Tiers(RemoteStore("memory:///x", access=access), host_bytes=1 << 30)
+    recordings = Recordings(tiers, "memory:///x")
+    recordings.add("hat", "a", keys := recorded(tiers, "a"), pinned=True)
+    assert recordings.entries("hat") == keys
+    assert recordings.forget("hat") == ["a"]

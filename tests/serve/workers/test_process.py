@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.messages import Alive, Forget, JobSpan, Stop
+from maskfx.serve.models.fake_model import FakeModel
 from maskfx.serve.workers.executor import WorkerAddress
 from maskfx.serve.workers.link_keys import RemoteAddress
 from maskfx.serve.workers.process import WorkerProcess
+
+PLACES = [
+    (None, "", False),
+    ("{}/cache", "", False),  # all workers of this machine share it
+    ("{}/cache", "n", True),
+    ("file://{}/cache", "", True),
+    ("file://{}/cache", "n", True),
+]
 
 
 class Broken:
@@ -73,3 +83,17 @@ def test_times_are_relative_where_the_front_end_has_another_clock(
     assert there.relative
     assert (there.began, there.ended) == pytest.approx((-3, -1), abs=0.5)
     assert there.shifted(now, relative=False).began == pytest.approx(span.began, abs=0.5)
+
+
+@pytest.mark.parametrize(("place", "node", "named"), PLACES)
+def test_workers_of_a_url_or_of_a_cluster_name_their_store(
+    place: str | None, node: str, named: bool, tmp_path: Path
+) -> None:
+    where = None if place is None else place.format(tmp_path)
+    settings = ServeSettings(model="fake", cache_dir=where)
+    worker = WorkerProcess(WorkerAddress("ipc:///nowhere", "w", node=node), settings)
+    ready = worker._ready(FakeModel(settings, lambda _: None))
+    assert ready.node == node
+    assert bool(ready.disk) == named
+    again = WorkerProcess(WorkerAddress("ipc:///nowhere", "v", node=node), settings)
+    assert again._ready(FakeModel(settings, lambda _: None)).disk == ready.disk
