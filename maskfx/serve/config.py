@@ -135,7 +135,8 @@ class ServeSettings(BaseModel):
     quality: Literal["fast", "balanced", "faithful"] = "balanced"
     # whole pictures compute the patches that changed by this much since they were; None: all
     patches: float | None = Field(default=None, ge=0)
-    patch_judge: Path | None = None  # of maskfx train-judge, decides in place of that number
+    # a file of maskfx train-judge, decides in place of that number; auto: judge.npz of the model
+    patch_judge: Literal["auto"] | Path | None = None
     # when it is decided: before a step, or before each stretch of blocks; None: maskfx's default
     patch_order: Literal["step", "stretch"] | None = None
     scheduler: Literal["slack", "fcfs"] = "slack"
