@@ -154,17 +154,17 @@ def judge_section(card: Mapping[str, Any]) -> str:
 `judge.npz` decides which patches of {card["side"]} x {card["side"]} sites are computed \
 (`maskfx.PatchReuse(judge="auto")`); `judge.json` has all figures. A random forest learnt from \
 {card["runs"] - card["held_out"]} runs of {card["steps"]} steps whether a patch's output, \
-continued from earlier steps, would be wrong by more than {card["tolerance"]:.0%}, and was tabulated: \
-{card["stretches"]} stretches, ages up to {card["age"]}.
+continued from earlier steps, would be wrong by more than {card["tolerance"]:.0%}, and was \
+tabulated: {card["stretches"]} stretches, ages up to {card["age"]}.
 
 | feature | importance |
 |---|---|
 {weights}
 
 On {card["held_out"]} runs of other prompts and noise the table is right in \
-{card["table_accuracy"]:.1%} of the samples (by run: {by_run}), where always the same answer is in \
-{max(share, 1 - share):.1%}; the forest's AUC is {card["auc"]:.3f}, and the table decides as the \
-forest in {card["table_agreement"]:.1%}.
+{card["table_accuracy"]:.1%} of the samples (by run: {by_run}), where always the same answer is \
+in {max(share, 1 - share):.1%}; the forest's AUC is {card["auc"]:.3f}, and the table decides as \
+the forest in {card["table_agreement"]:.1%}.
 
 ```bash
 python -m training.judges {card["model"]}

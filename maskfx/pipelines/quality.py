@@ -177,10 +177,15 @@ class Quality:
 
 
 # Points of the speed and quality frontier measured by bench.quality; "all-steps" extrapolates none.
+# Those of `WHOLE` apply to calls without a mask too, and are points of bench.patches.
 NAMED = {
     "fast": Quality(margin=1, every=4, refresh=12, vae="auto"),
     "balanced": Quality(margin=2, every=4, refresh=12, vae="auto"),
     "faithful": Quality(margin=4, every=4, refresh=4),
     "all-steps": Quality(),
+    "half-steps": Quality(margin=2, every=2, unmasked=True),
+    "third-steps": Quality(margin=2, every=3, unmasked=True),
+    "fifth-steps": Quality(margin=2, every=5, least=2, unmasked=True),
 }
+WHOLE = ("all-steps", "half-steps", "third-steps", "fifth-steps")
 DEFAULT = "balanced"
