@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from maskfx.errors import InputError
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.reuse.policy import ReusePolicy
-from maskfx.runtime.reuse.step_selection import LEAST, StepSelection
+from maskfx.runtime.reuse.step_selection import LEAST, WHOLE, StepSelection
 
 REUSES = ("template", "steps", "auto")
 VAES = ("auto", "full", "mask")
@@ -140,6 +140,11 @@ class Quality:
             )
         return NAMED[given]
 
+    def whole(self, name: str) -> Quality:
+        """Return the quality with the steps of a name in `WHOLE`, in calls without a mask too."""
+        chosen = WHOLE[name]
+        return replace(self, every=chosen.every, least=chosen.least, unmasked=chosen.skips)
+
     @property
     def codes(self) -> bool:
         """Whether the autoencoder may compute only where a picture differs from its template's."""
@@ -183,9 +188,10 @@ NAMED = {
     "balanced": Quality(margin=2, every=4, refresh=12, vae="auto"),
     "faithful": Quality(margin=4, every=4, refresh=4),
     "all-steps": Quality(),
-    "half-steps": Quality(margin=2, every=2, unmasked=True),
-    "third-steps": Quality(margin=2, every=3, unmasked=True),
-    "fifth-steps": Quality(margin=2, every=5, least=2, unmasked=True),
 }
-WHOLE = ("all-steps", "half-steps", "third-steps", "fifth-steps")
+NAMED |= {
+    name: Quality(margin=2, every=chosen.every, least=chosen.least, unmasked=True)
+    for name, chosen in WHOLE.items()
+    if name not in NAMED
+}
 DEFAULT = "balanced"

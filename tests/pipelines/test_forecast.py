@@ -10,10 +10,9 @@ import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines import execute
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.quality import WHOLE
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.reuse.forecast import Curve
-from maskfx.runtime.reuse.step_selection import LEAST, StepSelection
+from maskfx.runtime.reuse.step_selection import LEAST, WHOLE, StepSelection
 from tests.factories.pipelines import (
     PIPES,
     Steps,

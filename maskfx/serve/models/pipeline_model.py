@@ -111,7 +111,7 @@ class PipelineModel:
         self.levels = weigh_levels(family, warmth.site)
         give_back()  # warm-up left an OpenMP pool on this thread, which no longer computes
         self._warm = True
-        self.runner = JobRunner(family, self.engine, warmth, tell)
+        self.runner = JobRunner(family, self.engine, warmth, tell, settings.whole_quality)
 
     def _engine(self, outside: Placement | None, remember: int = REMEMBER) -> Engine:
         count = self.settings.max_num_seqs
@@ -157,6 +157,7 @@ class PipelineModel:
             every=quality.every,
             least=quality.least,
             strength=None if editor is None else editor.signature.number("strength"),
+            whole=settings.whole_quality,
             patches=quality.patches is not None,
             on_disk=self.recordings.on_disk(),
             levels=self.levels,
