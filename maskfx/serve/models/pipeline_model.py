@@ -240,13 +240,25 @@ class PipelineModel:
         return found | ({} if self.tiers.store is None else {"bytes.disk": self._on_disk()})
 
     def _patches(self) -> dict[str, int]:
-        """Return the sites of patches that were computed and kept; empty if none are reused."""
+        """Return the sites of patches that were computed and kept, of all and by stretch.
+
+        Empty if no patches are reused.
+        """
         if quality_of(self.settings).patches is None or not self._warm:
             return {}
         members = {id(m): m for m in (self.family.editor, self.family.generator) if m is not None}
         counts = [pipeline_state_of(member.pipe).patches for member in members.values()]
         computed, total = (round(sum(getattr(c, n) for c in counts)) for n in ("computed", "total"))
-        return {"patches.computed": computed, "patches.kept": total - computed}
+        found = {"patches.computed": computed, "patches.kept": total - computed}
+        stretches = [dict(one.stretches) for one in counts]
+        for number in sorted({n for own in stretches for n in own}):
+            each = [own[number] for own in stretches if number in own]
+            computed, total = (
+                round(sum(getattr(c, n) for c in each)) for n in ("computed", "total")
+            )
+            found[f"stretches.{number}.computed"] = computed
+            found[f"stretches.{number}.kept"] = total - computed
+        return found
 
     def _on_disk(self) -> int:
         """Return the bytes of the store's files, cached so that not every heartbeat lists them."""

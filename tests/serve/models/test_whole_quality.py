@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import httpx
 import numpy as np
@@ -36,7 +36,7 @@ def made(served: Served, what: Pictures, quality: str | None, seed: int = 3) -> 
     """What the job returns, and the number of steps that were computed."""
     served.told.steps.clear()
     kind = "edit" if what.images else "generate"
-    more = {"strength": 1.0} if what.images else {}
+    more: dict[str, Any] = {"strength": 1.0} if what.images else {}
     found = served.made(job(kind=kind, seed=seed, steps=STEPS, quality=quality, **more), what)
     return found, len(served.told.steps)
 
