@@ -66,7 +66,7 @@ CASES = {
     "small": Case("small", sd3(16, 2), (8, 12, 16), 24, True),
     "small, few": Case("small, few", sd3(16, 2), (8, 12, 16), 6, True),
     "sd3": Case("sd3", sd3(128, 2), (64, 96, 128), 3, False),
-    "sdxl": Case("sdxl", sdxl(64, 1), (32, 48, 64), 3, False),
+    "sdxl": Case("sdxl", sdxl(32, 1), (16, 24, 32), 3, False),
 }
 
 
