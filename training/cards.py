@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,34 @@ Of {found["edits"]} edits of held-out scenes, the edited thing has the asked col
 {found["colour"]:.1%} and the asked shape in {found["shape"]:.1%}, as judged by a probe that gets \
 {found["probe_colour"]:.1%} and {found["probe_shape"]:.1%} right on painted scenes \
 (`python -m training.edits {name}`).
+"""
+
+
+def judge_section(card: Mapping[str, Any]) -> str:
+    """Return the part of a pipeline's card that is about its judge."""
+    weights = "\n".join(f"| {name} | {value:.2f} |" for name, value in card["importance"].items())
+    by_run = ", ".join(f"{value:.3f}" for value in card["table_accuracy_by_run"])
+    share = card["held_out_computed_share"]
+    return f"""## Judge
+
+`judge.npz` decides which patches of {card["side"]} x {card["side"]} sites are computed \
+(`maskfx.PatchReuse(judge="auto")`); `judge.json` has all figures. A random forest learnt from \
+{card["runs"] - card["held_out"]} runs of {card["steps"]} steps whether a patch's output, \
+continued from earlier steps, would be wrong by more than {card["tolerance"]:.0%}, and was \
+tabulated: {card["stretches"]} stretches, ages up to {card["age"]}.
+
+| feature | importance |
+|---|---|
+{weights}
+
+On {card["held_out"]} runs of other prompts and noise the table is right in \
+{card["table_accuracy"]:.1%} of the samples (by run: {by_run}), where always the same answer is \
+in {max(share, 1 - share):.1%}; the forest's AUC is {card["auc"]:.3f}, and the table decides as \
+the forest in {card["table_agreement"]:.1%}.
+
+```bash
+python -m training.judges {card["model"]}
+```
 """
 
 

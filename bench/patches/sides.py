@@ -106,7 +106,7 @@ class Bench:
 
     def compiled(self, case: Case, quality: maskfx.Quality) -> Made:
         state = pipeline_state_of(self.pipe)
-        state.patches.computed = state.patches.total = 0.0
+        state.patches.clear()
         state.notes.clear()
         made = self.run(self.pipe, case, quality=quality)
         if state.notes:

@@ -14,14 +14,13 @@ from maskfx.errors import InputError
 from maskfx.ir import progress
 from maskfx.pipelines.observed_runs import observed_run
 from maskfx.runtime.reuse.judge_training import AGREEING, ObservedRun, train_judge
-from maskfx.runtime.reuse.judges import TableJudge
+from maskfx.runtime.reuse.judges import FILE, TableJudge
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.models.canvas import Canvas
 from maskfx.serve.models.model_source import found, load_pipeline, told_by
 from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet
 from maskfx.serve.models.warmup import arguments_of, scene
 
-FILE = "judge.npz"  # beside a model in a folder
 PROMPTS = (
     "a cat on a chair",
     "a red house by the sea",
@@ -79,6 +78,28 @@ def trained(
     prompts: Sequence[str],
 ) -> TableJudge:
     """Run the model with other noise, prompts and pictures each time, and train a judge."""
+    pipeline, rows = observed_runs(settings, range(runs), steps, side, prompts)
+    name = max(rows[0], key=lambda one: len(rows[0][one][0].calls[0].rates))
+    about = {
+        "model": settings.model or "shipped",
+        "pipeline": pipeline,
+        "denoiser": name,
+        "stretches": len(rows[0][name][0].calls[0].rates),
+        "steps": len(rows[0][name][0].calls),
+        "side": side,
+        "prompts": list(prompts),
+    }
+    return train_judge([row[name] for row in rows], age, tolerance, about)
+
+
+def observed_runs(
+    settings: ServeSettings,
+    seeds: Sequence[int],
+    steps: int | None,
+    side: int,
+    prompts: Sequence[str],
+) -> tuple[str, list[dict[str, list[ObservedRun]]]]:
+    """Return the pipeline's class, and by seed what a run that computes everything shows."""
     pipe = load_pipeline(settings.model, settings.dtype, settings.device, settings.controlnets)
     quality = maskfx.Quality(patches=maskfx.PatchReuse(side=side), reuse="steps")
     family = PipelineSet.of(
@@ -87,21 +108,11 @@ def trained(
     member = family.main
     rows: list[dict[str, list[ObservedRun]]] = []
     with torch.no_grad(), progress.hidden(False):
-        for seed in range(runs):
+        for seed in seeds:
             arguments = arguments_for(family, member, seed, steps, prompts[seed % len(prompts)])
             rows.append(observed_run(member.pipe, arguments, side))
-            print(f"run {seed + 1} of {runs}", flush=True)
-    name = max(rows[0], key=lambda one: len(rows[0][one][0].calls[0].rates))
-    about = {
-        "model": settings.model or "shipped",
-        "pipeline": type(member.plain).__name__,
-        "denoiser": name,
-        "stretches": len(rows[0][name][0].calls[0].rates),
-        "steps": len(rows[0][name][0].calls),
-        "side": side,
-        "prompts": list(prompts),
-    }
-    return train_judge([row[name] for row in rows], age, tolerance, about)
+            print(f"run {len(rows)} of {len(seeds)}", flush=True)
+    return type(member.plain).__name__, rows
 
 
 def arguments_for(

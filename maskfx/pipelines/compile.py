@@ -215,7 +215,7 @@ def compile_pipeline(
     """Compile a pipeline and return the same object; if its denoiser is None, it runs unchanged.
 
     Args:
-        quality: Default quality of edits, `"balanced"` unless given; `"all-steps"` extrapolates no
+        quality: Default quality, `"balanced"` unless given; `"all-steps"` extrapolates no
             step. A call may override it.
         tiers: Storage of templates. Defaults to 8 GiB of host memory, or half of what is free.
         share: Store every `share`-th step whole, and only the outputs of the steps in between.
@@ -259,7 +259,7 @@ def compile_pipeline(
         )
     check_costs(costs or {}, modules, settings)
     usual, kept = Quality.of(quality), EncoderCache(remember)
-    if usual.patches is not None and settings.mode == "mask_cache":
+    if usual.patches is not None and settings.mode != "dense":
         settings = replace(settings, stretches=True)
     tiers = tiers or Tiers(host_bytes=int(min(HOST_BYTES, free_memory(CPU) / 2)))
     if budget is not None:

@@ -27,7 +27,7 @@ from maskfx.pipelines.interception import bars_disabled
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.stand_in import computing
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.dense_ways import DenseWay
+from maskfx.runtime.dense_ways import DenseBatch, DenseWay
 from maskfx.runtime.step_executor import StepExecutor
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed, with_late
 
@@ -245,9 +245,9 @@ def run_by_module(denoiser: CompiledDenoiser, members: Sequence[CallMember]) -> 
     dense = [member for member in members if isinstance(member.step, DenseStep)]
     if not dense or denoiser.settings.inductor:
         return list(members)
-    if denoiser.settings.mode == "patch_batch" and len(dense) > 1:
-        return run_measured(denoiser, dense)
     left = [member for member in members if not isinstance(member.step, DenseStep)]
+    if denoiser.settings.mode == "patch_batch" and len(dense) > 1:
+        return left + run_measured(denoiser, dense)
     if len({id(member.call.run) for member in members}) == 1:
         alone, rows_are_better = dense, bool(left) and not on_cpu(denoiser)
     else:
@@ -267,14 +267,15 @@ def run_measured(denoiser: CompiledDenoiser, dense: Sequence[CallMember]) -> lis
     shapes = [picture_of(member.step.inputs) for member in dense]
     sizes = len({None if one is None else tuple(one.shape[1:]) for one in shapes})
     sites = sum(sites_of(member.step, lambda mask: mask.numel())[1] for member in dense)
-    way = denoiser.dense_ways.choose(len(dense), sizes)
+    batch = DenseBatch.of(len(dense), sizes, sites)
+    way = denoiser.dense_ways.choose(batch)
     began = time.perf_counter()
     if way is DenseWay.ROWS:
         try:
             results = denoiser.step([member.step for member in dense])
         except Exception as error:
             log.debug("%d dense requests fail in rows: %s", len(dense), error)
-            denoiser.dense_ways.add(len(dense), sizes, way, inf, sites)
+            denoiser.dense_ways.add(batch, way, inf, sites)
             return list(dense)  # its halves are tried
         for member, result in zip(dense, results, strict=True):
             member.result = result
@@ -283,7 +284,7 @@ def run_measured(denoiser: CompiledDenoiser, dense: Sequence[CallMember]) -> lis
             run_module(denoiser, member)
     synchronize(denoiser)
     took = time.perf_counter() - began
-    denoiser.dense_ways.add(len(dense), sizes, way, took, sites)
+    denoiser.dense_ways.add(batch, way, took, sites)
     return []
 
 

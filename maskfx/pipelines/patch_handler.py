@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from maskfx.errors import CacheError
 from maskfx.ir.objects import open_objects
@@ -23,6 +24,7 @@ from maskfx.pipelines.masks import Box
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.template_library import TemplateIncomplete
 from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.reuse.judges import AUTO, FILE
 from maskfx.runtime.reuse.patch_calls import ObservedCall, PatchCounts
 from maskfx.runtime.reuse.patch_session import PatchSession
 from maskfx.runtime.reuse.patches import PatchReuse
@@ -92,11 +94,12 @@ class PatchSessions:
         if session is None or session.grid.shape != tuple(shape):
             if session is not None:
                 session.close()
+            settings = self._settings(name, part.denoiser.module)
             session = self._sessions[name] = PatchSession(
                 part.denoiser,
                 self.pool,
-                self.settings,
-                grid_of_call(part, shape, grids, self.settings.side),
+                settings,
+                grid_of_call(part, shape, grids, settings.side),
                 mask,
                 self.refresh,
                 lambda text: self.notes.update([f"{name}: {text}"]),
@@ -104,6 +107,16 @@ class PatchSessions:
                 None if self.observer is None else partial(self.observer, name),
             )
         return session
+
+    def _settings(self, name: str, module: nn.Module) -> PatchReuse:
+        """Return the settings with the judge of a denoiser's model, if they ask for it."""
+        found = self.settings.in_folders(model_folders(module))
+        if self.settings.judge == AUTO and found.judge is None:
+            self.notes[
+                f'{name}: judge="auto", but its model has no {FILE}, so the threshold decides; '
+                "train one with: maskfx train-judge MODEL"
+            ] += 1
+        return found
 
     def grids(self) -> dict[str, PatchGrid]:
         """Return the patches of each denoiser."""
@@ -176,6 +189,14 @@ class PatchHandler(DenseHandler):
 
     def close(self) -> None:
         self.patches.close()
+
+
+def model_folders(module: nn.Module) -> list[Path]:
+    """Return the folder that a module was loaded from and the one around it; or nothing."""
+    name = getattr(getattr(module, "config", None), "_name_or_path", None)
+    if not isinstance(name, str) or not name or not Path(name).is_dir():
+        return []
+    return [Path(name), Path(name).parent]
 
 
 def grid_of_call(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from maskfx.errors import InputError
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.reuse.policy import ReusePolicy
-from maskfx.runtime.reuse.step_selection import LEAST, StepSelection
+from maskfx.runtime.reuse.step_selection import LEAST, WHOLE, StepSelection
 
 REUSES = ("template", "steps", "auto")
 VAES = ("auto", "full", "mask")
@@ -140,6 +140,11 @@ class Quality:
             )
         return NAMED[given]
 
+    def whole(self, name: str) -> Quality:
+        """Return the quality with the steps of a name in `WHOLE`, in calls without a mask too."""
+        chosen = WHOLE[name]
+        return replace(self, every=chosen.every, least=chosen.least, unmasked=chosen.skips)
+
     @property
     def codes(self) -> bool:
         """Whether the autoencoder may compute only where a picture differs from its template's."""
@@ -177,10 +182,16 @@ class Quality:
 
 
 # Points of the speed and quality frontier measured by bench.quality; "all-steps" extrapolates none.
+# Those of `WHOLE` apply to calls without a mask too, and are points of bench.patches.
 NAMED = {
     "fast": Quality(margin=1, every=4, refresh=12, vae="auto"),
     "balanced": Quality(margin=2, every=4, refresh=12, vae="auto"),
     "faithful": Quality(margin=4, every=4, refresh=4),
     "all-steps": Quality(),
+}
+NAMED |= {
+    name: Quality(margin=2, every=chosen.every, least=chosen.least, unmasked=True)
+    for name, chosen in WHOLE.items()
+    if name not in NAMED
 }
 DEFAULT = "balanced"

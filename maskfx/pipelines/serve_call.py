@@ -47,6 +47,11 @@ def run_call(call: PipelineCall) -> object:
         return serve_edit(call)
     if call.options.record:
         return record_result(call)[0]
+    return run_whole(call)
+
+
+def run_whole(call: PipelineCall) -> object:
+    """Run a call of the whole picture; its quality may extrapolate steps and keep patches."""
     patches = patch_sessions(call)
     if patches is None:
         quality = call.quality
@@ -62,7 +67,7 @@ def patch_sessions(call: PipelineCall) -> PatchSessions | None:
     settings, state = call.quality.patch_reuse, call.state
     if settings is None:
         return None
-    if not state.records:
+    if not state.rolls:
         state.notes["the mode keeps nothing, so no patches are reused"] += 1
         return None
     return PatchSessions(settings, state.pool, state.notes, state.patches, call.quality.refresh)
@@ -95,8 +100,8 @@ def serve_edit(call: PipelineCall) -> object:
         if handler.template is not None:
             set_template(result, Template(handler.template.name))
     else:
-        call.state.notes["the mode keeps nothing, so edits run dense"] += 1
-        result = call.run(DenseHandler())
+        call.state.notes["the mode keeps no templates, so edits compute the whole picture"] += 1
+        result = run_whole(call)
     original = call.original()
     if original is None or not call.returns_pictures:
         return result

@@ -109,6 +109,11 @@ class PipelineState:
         return all(d.settings.mode == "mask_cache" for d in self.denoisers.values())
 
     @property
+    def rolls(self) -> bool:
+        """Whether requests of this mode may keep rows of their own from step to step."""
+        return all(d.settings.mode != "dense" for d in self.denoisers.values())
+
+    @property
     def codes(self) -> bool:
         """Whether templates hold recordings of the autoencoder's calls."""
         return bool(self.autoencoders)

@@ -24,6 +24,7 @@ from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.loader import Loader, Loading
 from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.check_steps import check_steps
 from maskfx.runtime.cpu_threads import sharing_cores
 from maskfx.runtime.dense_batch import CallGroup, DenseBatcher
 from maskfx.runtime.dense_ways import DenseWays
@@ -39,7 +40,7 @@ from maskfx.runtime.program_cache import ProgramCache
 from maskfx.runtime.sample_calls import SampleCalls
 from maskfx.runtime.step_batches import StepBatches
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed
-from maskfx.runtime.validate import check_caches, check_steps, check_timesteps, expand_timesteps
+from maskfx.runtime.validate import check_caches, check_timesteps, expand_timesteps
 from maskfx.runtime.validator import Validator
 from maskfx.runtime.weights import Weights
 
@@ -77,8 +78,7 @@ class CompiledDenoiser:
             module, self._weights, self._known, self._samples, self._executor
         )
         self._validator = Validator(module, self._known, self._samples, self._weights)
-        self._batcher = DenseBatcher(module, roles)
-        self.dense_ways = DenseWays()  # of mode="patch_batch"
+        self._batcher, self.dense_ways = DenseBatcher(module, roles), DenseWays()
         self._changes = ModuleChanges(
             module,
             self._weights,

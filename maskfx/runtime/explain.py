@@ -21,7 +21,7 @@ from maskfx.runtime.dense_ways import DenseWays
 RATIOS = (0.1, 0.2)
 PATCH_BATCH = (
     "Dense requests share steps in rows, or by one call of the module per size, as measured; "
-    "nothing is recorded."
+    "no template is recorded. Requests with Quality(patches=) keep rows of their own."
 )
 
 

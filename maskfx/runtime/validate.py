@@ -12,21 +12,13 @@ from torch import Tensor, nn
 
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.roles import STEP_WORDS
-from maskfx.config import Settings
 from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
 from maskfx.ir.program import KEYS, STRETCH, Interface
 from maskfx.ir.sources import Loaded
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.sites.mask import Mask
-from maskfx.runtime.steps import (
-    AnyStep,
-    DenseStep,
-    EditStep,
-    RecordStep,
-    ValidatedCall,
-    ValidatedInputs,
-)
+from maskfx.runtime.steps import EditStep, ValidatedCall, ValidatedInputs
 
 
 @dataclass(frozen=True)
@@ -375,26 +367,3 @@ def same_ranks(capture_: Capture, values: Sequence[object]) -> bool:
         leaf.tensor and v.dim() == len(leaf.roles) if isinstance(v, Tensor) else not leaf.tensor
         for v, leaf in zip(values, capture_.leaves, strict=True)
     )
-
-
-def check_steps(steps: Sequence[AnyStep], settings: Settings, by_stretch: bool) -> None:
-    """Check the kinds of a step's members; `by_stretch` if stretches may be chosen in a step."""
-    if not steps:
-        raise MissingRequest("step() got an empty list; pass at least one member")
-    for i, step in enumerate(steps):
-        if not isinstance(step, (EditStep, RecordStep, DenseStep)):
-            raise InputError(
-                f"step(): member {i} is a {type(step).__name__}; pass EditStep, RecordStep or "
-                "DenseStep"
-            )
-        if isinstance(step, EditStep) and step.choice is not None and not by_stretch:
-            raise InputError(
-                f"EditStep.choice: member {i} chooses the sites of stretches, but this denoiser "
-                "runs its graph as a whole (CompiledDenoiser.runs_by_stretch is False); give "
-                "EditStep.wide, or compile with stretches=True and don't run exported graphs"
-            )
-    if settings.mode == "patch_batch" and not all(isinstance(s, DenseStep) for s in steps):
-        raise InputError(
-            'mode="patch_batch" keeps nothing: pass DenseStep or call batch(); compile with '
-            'mode="mask_cache" to record and edit'
-        )

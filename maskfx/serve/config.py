@@ -140,9 +140,12 @@ class ServeSettings(BaseModel):
     loading_seconds: float = Field(30.0, ge=0)  # for which a call waits while the model loads
     shutdown_timeout: float = Field(60.0, gt=0)
     quality: Literal["fast", "balanced", "faithful"] = "balanced"
+    # which steps of whole pictures are computed, unless a request's quality chooses
+    whole_quality: Literal["all-steps", "half-steps", "third-steps", "fifth-steps"] = "all-steps"
     # whole pictures compute the patches that changed by this much since they were; None: all
     patches: float | None = Field(default=None, ge=0)
-    patch_judge: Path | None = None  # of maskfx train-judge, decides in place of that number
+    # a file of maskfx train-judge, decides in place of that number; auto: judge.npz of the model
+    patch_judge: Literal["auto"] | Path | None = None
     # when it is decided: before a step, or before each stretch of blocks; None: maskfx's default
     patch_order: Literal["step", "stretch"] | None = None
     scheduler: Literal["slack", "fcfs"] = "slack"

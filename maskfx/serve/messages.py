@@ -95,6 +95,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     least: int = LEAST
     strength: float | None = None
     on_disk: dict[str, int] = {}  # bytes of the readable templates on disk, by name
+    whole: str = "all-steps"  # which steps of whole pictures are computed, a name in `WHOLE`
     patches: bool = False  # whether requests reuse patches by default
     levels: tuple[LevelShare, ...] = ()  # what a mask's sites take; empty: the same at each site
     loads: LoadFacts | None = None  # None: rows lie in the memory that it computes in

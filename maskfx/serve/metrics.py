@@ -80,6 +80,12 @@ class Metrics:
             "Sites of requests that reuse patches: computed, or kept from earlier steps.",
             "state",
         )
+        self.patch_stretch_sites_total = self._counter(
+            "patch_stretch_sites_total",
+            "The same of each stretch of blocks, in steps that chose patches; 32: and later ones.",
+            "stretch",
+            "state",
+        )
 
     def _add_caches(self) -> None:
         self.cache_hits_total = self._counter("cache_hits_total", "Entries found.", "tier")
@@ -255,6 +261,7 @@ class CacheCounts:
         self._adapter_bytes = metrics.adapter_usage_bytes
         self._adapter_counters = metrics.adapter_counters()
         self._patches = metrics.patch_sites_total
+        self._stretches = metrics.patch_stretch_sites_total
         self._net_counters = metrics.net_counters()
         self._net_gauges = {"processes": metrics.net_processes, "nbytes": metrics.net_usage_bytes}
         self._ranks = metrics.ranks
@@ -277,6 +284,9 @@ class CacheCounts:
                 self._round_counters[tier].inc(more)
             if what == "patches" and more > 0:
                 self._patches.labels(state=tier).inc(more)
+            if what == "stretches" and more > 0:
+                number, _, state = tier.partition(".")
+                self._stretches.labels(stretch=number, state=state).inc(more)
             if what in self._counters and more > 0:
                 self._counters[what].labels(tier=tier or WITHOUT.get(what, ANY)).inc(more)
         self._weigh()

@@ -133,6 +133,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             "patch is computed. The server's setting by default.",
         ),
     ] = None
+    quality: Annotated[
+        Literal["auto", "all-steps", "half-steps", "third-steps", "fifth-steps"] | None,
+        Parameter("quality", everywhere=True, pictures=True),
+        Field(
+            description="Of whole pictures: how many steps are computed; the others are "
+            "extrapolated. auto: as the server is set."
+        ),
+    ] = None
     size: tuple[int, int] | None = None  # width, height; None: the first image's or the model's
     template: str | None = None
     # the following don't change the image
@@ -207,6 +215,7 @@ class Card:
     margin: int = 0  # sites around a mask that an edit computes, too
     every: int = 1  # an edit computes about every n-th step
     least: int = LEAST  # of steps that it computes, however few there are
+    whole: str = "all-steps"  # which steps of whole pictures are computed, a name in `WHOLE`
     strength: float | None = None  # default of an edit
     patches: bool = False  # whether patches are reused across steps unless a request turns that off
     levels: tuple[LevelShare, ...] = ()  # what a mask's sites take; empty: the same at each site

@@ -12,7 +12,7 @@ from maskfx.pipelines import execute
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.reuse.forecast import Curve
-from maskfx.runtime.reuse.step_selection import LEAST, StepSelection
+from maskfx.runtime.reuse.step_selection import LEAST, WHOLE, StepSelection
 from tests.factories.pipelines import (
     PIPES,
     Steps,
@@ -253,6 +253,20 @@ def test_calls_without_a_mask_forecast_if_they_are_asked_to(
     assert 0 < distance(near, dense) < distance(far, dense)
     with pytest.raises(InputError, match="unmasked=1: give True or False"):
         maskfx.Quality(unmasked=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "computed"),
+    [("half-steps", 11), ("third-steps", 8), ("fifth-steps", 5), ("all-steps", 20), ("fast", 20)],
+)
+def test_names_that_apply_to_calls_without_a_mask(
+    name: str, computed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers are those of docs/how-to/quality.md; "fast" is for edits."""
+    pipe, steps = compiled(TEXT), Steps(monkeypatch)
+    latents(pipe, **call_of(PIPES[TEXT], num_inference_steps=20), quality=name)
+    assert len(steps.taken()) == computed
+    assert (name in WHOLE) == (name != "fast")
 
 
 def test_edits_that_forecast_share_steps_with_others() -> None:

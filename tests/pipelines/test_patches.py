@@ -87,7 +87,7 @@ def share(pipe: Any) -> float:
     state = pipeline_state_of(pipe)
     assert state.notes == Counter()
     found = state.patches.share
-    state.patches.computed = state.patches.total = 0.0
+    state.patches.clear()
     state.pool.nbytes()
     assert all(block.unused and block.own == 0 for block in state.pool._all())
     return found

@@ -491,7 +491,7 @@ def test_hooked_denoisers_run_by_themselves():
 def test_modes_that_keep_nothing_edit_densely(mode: str):
     pipe = maskfx.compile(PIPES[FLUX].build(), mode=mode, quality="all-steps")
     assert torch.equal(latents(pipe, **edit()), latents(plain(FLUX), **edit()))
-    assert "the mode keeps nothing" in maskfx.explain(pipe)
+    assert "the mode keeps no templates" in maskfx.explain(pipe)
     for option in ({"template": "x"}, {"record": True}):
         with pytest.raises(InputError, match="compiled with a mode that records nothing"):
             pipe(**edit(**option))

@@ -6,14 +6,16 @@ from math import inf
 
 import numpy as np
 
-from maskfx.runtime.dense_ways import AGAIN, TRIES, DenseWay, DenseWays
+from maskfx.runtime.dense_ways import AGAIN, TRIES, DenseBatch, DenseWay, DenseWays
+
+BATCH = DenseBatch.of(4, 2, 100)
 
 
 def run(ways: DenseWays, seconds: dict[DenseWay, float], steps: int) -> list[DenseWay]:
     chosen = []
     for _ in range(steps):
-        way = ways.choose(4, 2)
-        ways.add(4, 2, way, seconds[way], 100)
+        way = ways.choose(BATCH)
+        ways.add(BATCH, way, seconds[way], 100)
         chosen.append(way)
     return chosen
 
@@ -38,9 +40,9 @@ def test_a_slow_first_measurement_is_forgotten() -> None:
     """The first step in rows captures the module."""
     ways, draw = DenseWays(), iter([100.0, *[1.0] * 50])
     for _ in range(30):
-        way = ways.choose(2, 1)
-        ways.add(2, 1, way, next(draw) if way is DenseWay.ROWS else 2.0, 10)
-    assert ways.choose(2, 1) is DenseWay.ROWS
+        way = ways.choose(BATCH)
+        ways.add(BATCH, way, next(draw) if way is DenseWay.ROWS else 2.0, 10)
+    assert ways.choose(BATCH) is DenseWay.ROWS
 
 
 def test_a_way_that_fails_is_left_until_it_works_again() -> None:
@@ -51,12 +53,15 @@ def test_a_way_that_fails_is_left_until_it_works_again() -> None:
     assert later[-1] is DenseWay.ROWS
 
 
-def test_numbers_and_sizes_are_judged_apart() -> None:
+def test_numbers_sizes_and_sites_are_judged_apart() -> None:
+    """Two small requests may gain by rows, where two large ones of as many sizes don't."""
     ways, draw = DenseWays(), np.random.default_rng(0)
-    fast = {(2, 1): DenseWay.MODULE, (4, 3): DenseWay.ROWS}
-    for _ in range(40):
-        members, sizes = list(fast)[int(draw.integers(2))]
-        way = ways.choose(members, sizes)
-        took = 1.0 if way is fast[members, sizes] else 3.0
-        ways.add(members, sizes, way, took, 100)
-    assert [ways.choose(*key) for key in fast] == list(fast.values())
+    fast = {(2, 1, 384): DenseWay.ROWS, (2, 1, 2048): DenseWay.MODULE, (4, 3, 384): DenseWay.MODULE}
+    for _ in range(60):
+        key = list(fast)[int(draw.integers(3))]
+        batch = DenseBatch.of(*key)
+        way = ways.choose(batch)
+        ways.add(batch, way, 1.0 if way is fast[key] else 3.0, key[2])
+    assert [ways.choose(DenseBatch.of(*key)) for key in fast] == list(fast.values())
+    assert DenseBatch.of(2, 1, 384) == DenseBatch.of(2, 1, 300) != DenseBatch.of(2, 1, 200)
+    assert any("2 dense requests of 1 size, 256 to 511 sites" in line for line in ways.lines())

@@ -25,6 +25,7 @@ from maskfx.runtime.cache.rolling import RollingCache, write_rows
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.step_cache import StepCache, keep_rows
 from tests.factories import masks
+from tests.factories.pools import poison
 from tests.factories.zoo import ZOO, slow_unet
 from tests.passes.test_cut_stretches import Layers, layer_inputs
 from tests.passes.tools import error
@@ -320,6 +321,7 @@ def test_bytes_of_a_request_are_bounded_by_stretches_in_full() -> None:
 
 
 def test_requests_that_join_and_leave_leave_nothing_behind() -> None:
+    """Freed rows become NaN; each step gives what an edit of the recording gives by itself."""
     denoiser = maskfx.compile(Layers(3), stretches=True)
     recordings = [denoiser.record(**layer_inputs(seed, wide=seed % 2 == 1))[1] for seed in range(4)]
     program = program_of(denoiser, recordings[0])
@@ -327,21 +329,36 @@ def test_requests_that_join_and_leave_leave_nothing_behind() -> None:
     pool = RollingPool(12 * unit, requests=4)
     draw = torch.Generator().manual_seed(0)
     held: list[RollingCache] = []
-    most = 0
-    for _ in range(200):
+    chosen_of: dict[int, int] = {}
+    most = poisoned = 0
+    for turn in range(60):
         if len(held) < 4:
             chosen = int(torch.randint(4, (1,), generator=draw))
             held.append(pool.start(program, recordings[chosen]))
+            chosen_of[id(held[-1])] = chosen
             for tap, rows in recordings[chosen].rows.items():
                 assert torch.equal(held[-1].rows[tap], rows)  # type: ignore[arg-type]
+        # the inputs are those of the recording, so that rows stay as they are, up to rounding
+        seeds = [chosen_of[id(cache)] for cache in held]
+        asked = [layer_inputs(seed, wide=seed % 2 == 1) for seed in seeds]
+        masks_ = [masks.random((cache.sizes["tokens"],), turn) for cache in held]
+        steps = [
+            maskfx.EditStep(inputs, mask, cache, record=True)
+            for inputs, mask, cache in zip(asked, masks_, held, strict=True)
+        ]
+        for inputs, output in zip(asked, denoiser.edit(steps) if steps else (), strict=True):
+            assert_near(output, denoiser.module(**inputs))
+        del steps
         leaving = int(torch.randint(6, (1,), generator=draw))
         if leaving < len(held):
             cache = held.pop(leaving)
             if leaving % 2:
                 cache.close()
             del cache
+        poisoned += poison(pool)
         most = max(most, pool.nbytes())
     assert most <= pool.limit
+    assert poisoned > 0
 
     def fill() -> None:
         while True:

@@ -64,6 +64,22 @@ def test_computed_and_kept_sites_of_patches_are_counted() -> None:
     assert found == [5, 9]
 
 
+def test_sites_of_patches_are_counted_by_stretch() -> None:
+    metrics = Metrics()
+    counts = CacheCounts(metrics)
+    for times in (1, 3):
+        counts.heard("a", {"stretches.2.computed": 4 * times, "stretches.2.kept": times})
+        counts.heard("b", {"stretches.2.computed": 5, "stretches.32.kept": 7})
+    name = "maskfx_patch_stretch_sites_total"
+    found = {
+        (stretch, state): metrics.registry.get_sample_value(
+            name, {"stretch": stretch, "state": state}
+        )
+        for stretch, state in (("2", "computed"), ("2", "kept"), ("32", "kept"))
+    }
+    assert found == {("2", "computed"): 17, ("2", "kept"): 3, ("32", "kept"): 7}
+
+
 def test_nets_are_counted_and_their_processes_are_those_of_the_living() -> None:
     metrics = Metrics()
     counts = CacheCounts(metrics)

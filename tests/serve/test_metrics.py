@@ -50,6 +50,7 @@ NAMES: dict[str, tuple[type, tuple[str, ...]]] = {
     "net_computed_here_total": (Counter, ()),
     "net_link_bytes_total": (Counter, ("direction",)),
     "patch_sites_total": (Counter, ("state",)),
+    "patch_stretch_sites_total": (Counter, ("stretch", "state")),
     "plan_bubble_seconds": (Histogram, ()),
     "slo_attained_total": (Counter, ()),
     "workers": (Gauge, ("node",)),

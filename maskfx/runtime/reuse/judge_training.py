@@ -140,7 +140,7 @@ def train_judge(
     draw = np.random.default_rng(seed)
     found = [[samples_of(branch, greatest, tolerance) for branch in run] for run in runs]
     learnt = Samples.joined([one for run in found[:-held] for one in run]).some(MOST, draw)
-    tested = Samples.joined([one for run in found[-held:] for one in run]).some(MOST, draw)
+    tested = [Samples.joined(run).some(MOST // held, draw) for run in found[-held:]]
     forest = fitted(learnt, seed)
     stretches = len(runs[0][0].calls[0].rates)
     table = tabulated(forest, stretches, greatest)
@@ -178,13 +178,15 @@ def tabulated(forest: RandomForestClassifier, stretches: int, ages: int) -> Bool
 
 
 def scores(
-    forest: RandomForestClassifier, judge: TableJudge, learnt: Samples, tested: Samples
+    forest: RandomForestClassifier, judge: TableJudge, learnt: Samples, runs: Sequence[Samples]
 ) -> dict[str, object]:
     """Return the scores on held-out runs, and how often the table decides as the forest."""
     from sklearn.metrics import roc_auc_score
 
+    tested = Samples.joined(runs)
     wanted, by_forest = tested.computed, decisions(forest, tested.features)
     by_table = looked_up(judge.table, tested.features)
+    by_run = [(looked_up(judge.table, run.features) == run.computed).mean() for run in runs]
     both = len(forest.classes_) == 2 and 0 < wanted.mean() < 1
     area = None
     if both:
@@ -198,10 +200,12 @@ def scores(
         "samples": len(learnt.computed),
         "held_out_samples": len(wanted),
         "computed_share": float(learnt.computed.mean()),
+        "held_out_computed_share": float(wanted.mean()),
         "accuracy": float((by_forest == wanted).mean()),
         "auc": area,
         "table_agreement": float((by_table == by_forest).mean()),
         "table_accuracy": float((by_table == wanted).mean()),
+        "table_accuracy_by_run": np.round(by_run, 4).tolist(),
     }
 
 

@@ -22,6 +22,8 @@ from maskfx.ir.grids import Floats
 
 Bools = NDArray[np.bool_]
 
+FILE = "judge.npz"  # of a model, in its folder
+AUTO = "auto"  # the judge in the model's folder
 FEATURES = ("change", "stretch", "age", "noise")
 SMALLEST, LARGEST = 1e-4, 10.0  # changes that a table distinguishes
 
@@ -156,6 +158,11 @@ def joined(parts: Sequence[PatchFeatures]) -> PatchFeatures:
         np.repeat([part.step for part in parts], counts),
         parts[0].stretch,
     )
+
+
+def judge_in(folders: Sequence[Path]) -> Path | None:
+    """Return the judge's file of the first folder that has one."""
+    return next((path for path in (folder / FILE for folder in folders) if path.is_file()), None)
 
 
 def load_judge(path: str | os.PathLike[str]) -> TableJudge:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from torch import Tensor
@@ -63,6 +63,17 @@ class ObservedCall:
     noise: float
 
 
+LISTED = 32  # stretches that are counted apart
+
+
+@dataclass
+class StretchCounts:
+    """Sites of one stretch: those computed and all, summed over calls."""
+
+    computed: float = 0.0
+    total: float = 0.0
+
+
 @dataclass
 class Branch:
     """State of one guidance branch."""
@@ -86,17 +97,37 @@ class Branch:
 
 @dataclass
 class PatchCounts:
-    """Sites whose patches were computed, mean over stretches, and all sites, summed over calls."""
+    """Sites whose patches were computed, mean over stretches, and all sites, summed over calls.
+
+    `stretches` has the same of each stretch, from 1; those from `LISTED` on are counted together.
+    Calls that compute everything without a choice aren't part of it.
+    """
 
     computed: float = 0.0
     total: float = 0.0
     whole: PatchCounts | None = None  # which these are a part of
+    stretches: dict[int, StretchCounts] = field(default_factory=dict)
 
-    def add(self, computed: float, total: float) -> None:
-        self.computed += computed
-        self.total += total
+    def add(self, shares: Floats, sites: int) -> None:
+        """Add a call.
+
+        Args:
+            shares: The computed share of the sites, by stretch; one number for a call in full.
+            sites: The number of sites.
+        """
+        self.computed += float(shares.mean()) * sites
+        self.total += sites
+        for number, share in enumerate(shares.tolist() if len(shares) > 1 else (), 1):
+            own = self.stretches.setdefault(min(number, LISTED), StretchCounts())
+            own.computed += share * sites
+            own.total += sites
         if self.whole is not None:
-            self.whole.add(computed, total)
+            self.whole.add(shares, sites)
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self.computed = self.total = 0.0
+        self.stretches.clear()
 
     @property
     def share(self) -> float:

@@ -1,9 +1,8 @@
 """PatchSession: one request's denoiser calls that compute only the patches that changed.
 
 The first steps run in full and are recorded into a rolling cache; then each step computes the
-patches that `patches.py` selects, reads the others' rows as they were last computed, and replaces
-those that it computes. With order="stretch" they are selected while the step runs. The caller runs
-the steps and batches them.
+patches that `patches.py` selects (with order="stretch" while it runs), reads the others' rows as
+they were last computed, and replaces those that it computes. The caller batches and runs the steps.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from maskfx.errors import CacheError
+from maskfx.ir.grids import Floats
 from maskfx.ir.program import STRETCH
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.rolling_pool import RollingPool
@@ -220,7 +220,7 @@ class PatchSession:
         and the first one to read rows again is computed in full and recorded in its turn.
         """
         assert pending.computed is not None, "patches without a choice"
-        share = self._share(pending)
+        share = float(self._shares(pending).mean())
         if share > 1 - LEAST_KEPT and pending.everywhere:
             pending = replace(pending, computed=np.ones_like(pending.computed))
             share = 1.0
@@ -268,7 +268,7 @@ class PatchSession:
         own.calls = pending.number + 1
         if self.observer is not None:
             self._observe(branch, own, pending, output)
-        self.counts.add(self._share(pending) * self.sites, self.sites)
+        self.counts.add(self._shares(pending), self.sites)
         return output
 
     def fail(self, ordinal: int, branch: str) -> None:
@@ -372,15 +372,15 @@ class PatchSession:
     def sites(self) -> int:
         return prod(self.grid.shape)
 
-    def _share(self, pending: PendingCall) -> float:
-        """Return the computed share of all sites of all stretches."""
+    def _shares(self, pending: PendingCall) -> Floats:
+        """Return the computed share of all sites, by stretch; one number for a call in full."""
         if pending.computed is None:
-            return 1.0
+            return np.ones(1)
         sizes = self.grid.sizes
         if not pending.everywhere and self._masked is not None:
             inside = self._masked.reshape(-1).numpy()
             sizes = np.bincount(self.grid.ids, weights=inside, minlength=self.grid.count)
-        return float((pending.computed * sizes).sum() / (len(pending.computed) * self.sites))
+        return np.asarray((pending.computed * sizes).sum(1) / self.sites)
 
     def _mask_of(self, row: Bools, everywhere: bool, known: dict[bytes, Tensor]) -> Tensor:
         key = row.tobytes()

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +20,13 @@ from numpy.typing import NDArray
 from maskfx.errors import InputError
 from maskfx.ir.grids import Floats
 from maskfx.runtime.reuse.judges import (
+    AUTO,
     Bools,
     Judge,
     PatchFeatures,
     Threshold,
     cascade,
+    judge_in,
     load_judge,
 )
 
@@ -44,7 +47,8 @@ class PatchReuse:
             are recorded, because a change needs two.
         last: The number of steps at the end that compute all patches. Defaults to 1; without effect
             where the number of steps isn't known.
-        side: The latent sites along a patch's side; for packed tokens, the tokens. Defaults to 8.
+        side: The latent sites along a patch's side; for packed tokens, the tokens. Defaults to 8;
+            with judge="auto" it is that of the judge's training.
         outputs: What the denoiser's output is in patches that aren't computed: "extrapolate"
             (default) continues their last outputs, "hold" repeats the last one.
         sets: Which patches the stretches of a step compute: "alike" (default) all of them those
@@ -54,8 +58,10 @@ class PatchReuse:
         order: When it is decided: "step" (default) before a step, for all stretches, by the changes
             that the step before reported; "stretch" before each stretch, by how far its input in
             this step differs from the one that it last read, which is kept for it.
-        judge: What decides in place of the threshold: a file of `maskfx train-judge`, or an object
-            with the methods of `maskfx.runtime.reuse.judges.Judge`.
+        judge: What decides in place of the threshold: a file of `maskfx train-judge`, "auto" for
+            the file judge.npz in the model's folder, or an object with the methods of
+            `maskfx.runtime.reuse.judges.Judge`. The two pipelines of `maskfx.reference` have such
+            a file; where there is none, "auto" leaves the decision to the threshold.
     """
 
     threshold: float = 0.1
@@ -81,12 +87,14 @@ class PatchReuse:
                     f"PatchReuse: {name}={getattr(self, name)!r}: choose one of {', '.join(known)}"
                 )
         Threshold(self.threshold)
+        if self.judge == AUTO:
+            return
         if isinstance(self.judge, (str, os.PathLike)):
             load_judge(self.judge)
         elif self.judge is not None and not hasattr(self.judge, "computes"):
             raise InputError(
-                f"PatchReuse: judge={self.judge!r}: give a file of maskfx train-judge, or an "
-                "object with the methods of a Judge"
+                f'PatchReuse: judge={self.judge!r}: give a file of maskfx train-judge, "auto", '
+                "or an object with the methods of a Judge"
             )
 
     @classmethod
@@ -97,13 +105,21 @@ class PatchReuse:
     @property
     def decides(self) -> Judge:
         """Return the judge."""
-        if self.judge is None:
+        if self.judge is None or self.judge == AUTO:
             return Threshold(float(self.threshold))
         return load_judge(self.judge) if isinstance(self.judge, (str, os.PathLike)) else self.judge
 
     @property
     def keeps_nothing(self) -> bool:
         return self.age == 0 or self.decides.keeps_nothing
+
+    def in_folders(self, folders: Sequence[Path]) -> PatchReuse:
+        """Return the settings for a model in these folders: "auto" is its judge, or none."""
+        if self.judge != AUTO:
+            return self
+        path = judge_in(folders)
+        side = None if path is None else load_judge(path).card.get("side")
+        return replace(self, judge=path, side=side if isinstance(side, int) else self.side)
 
     def is_last(self, step: int, steps: int | None) -> bool:
         """Return True if a step computes all patches because it is among the last ones."""

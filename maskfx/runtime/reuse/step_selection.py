@@ -70,6 +70,13 @@ class StepSelection:
 
 
 EVERY_STEP = StepSelection()
+# Names of qualities that apply to whole pictures too; points of bench.patches.
+WHOLE = {
+    "all-steps": EVERY_STEP,
+    "half-steps": StepSelection(every=2),
+    "third-steps": StepSelection(every=3),
+    "fifth-steps": StepSelection(every=5, least=2),
+}
 
 
 @cache

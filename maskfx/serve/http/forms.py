@@ -156,9 +156,6 @@ class AnsweredForm(Form):
     output_compression: Annotated[
         int | None, Field(ge=0, le=100, description="Quality of jpeg and webp.")
     ] = None
-    quality: Annotated[
-        Literal["auto"] | None, Field(description="As the server is set; nothing else is offered.")
-    ] = None
     background: Annotated[
         Literal["auto", "opaque"] | None, Field(description="Pictures are opaque.")
     ] = None

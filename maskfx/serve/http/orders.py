@@ -97,6 +97,7 @@ class Orders:
         size = self._size(form, card)
         pictures = await self._pictures.read(form, kept)
         check_masked(pictures, card)
+        check_quality(form, pictures)
         working = self._working(pictures, card, size, kept)
         work, into = await self._fitted(pictures, size, working, card)
         if kept is not None and not same(work.images[0], kept):
@@ -282,6 +283,13 @@ class Orders:
         fields = {"seed": secrets.randbelow(FRESH_SEEDS)} | form.parameters() | fields
         fields["lora"] = lora_of(form)
         return Request(id=f"{caller.id}-0", kind=kind, trace=caller.trace, **fields)
+
+
+def check_quality(form: EditForm, pictures: Pictures) -> None:
+    """Raise ApiError if steps are chosen for an edit of a part, which the server's quality does."""
+    chosen: str | None = form.parameters().get("quality")
+    if chosen not in (None, "auto") and pictures.mask is not None and not pictures.mask.all():
+        raise wrong("quality", "auto, or left out, in an edit with a mask", chosen or "")
 
 
 def model_and_adapter(model: str | None) -> tuple[str | None, str | None]:

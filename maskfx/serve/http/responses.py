@@ -152,7 +152,7 @@ def _event(order: Order, shown: EncodedPicture, what: str, more: Said) -> tuple[
         "b64_json": _text(shown.base64),
         "created_at": int(time.time()),
         **_common(order, shown),
-        "quality": "auto",
+        "quality": order.requests[0].quality or "auto",
         "index": shown.index,
         **more,
     }

@@ -18,6 +18,7 @@ from maskfx.engine.ticket import Ticket
 from maskfx.pipelines.callbacks import reads_only
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.quality import Quality
+from maskfx.runtime.reuse.step_selection import WHOLE
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job, JobProgress
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
@@ -68,6 +69,7 @@ class JobRunner:
     engine: Engine
     warmth: WarmupFindings
     tell: Tell
+    whole: str = "all-steps"  # which steps of whole pictures are computed, a name in `WHOLE`
     generated: GeneratedPictures = field(default_factory=GeneratedPictures)
 
     def made(self, state: JobState) -> Made:
@@ -98,11 +100,12 @@ class JobRunner:
         size = state.job.request.size or self.family.size()
         canvas = Canvas.blank(size, self.family.multiple)
         if self.family.generator is not None:
-            # recordings are made in time, and compute all patches
+            # recordings are made in time, and compute all patches and steps
             late = "late" in (state.job.request.late_control, state.job.request.late_parallel)
             reuses = state.job.request.reuse not in (None, "off")
-            more = {} if late or reuses else self.generated.recording(self.family)
-            more = more or whole_quality(self.family.generator)
+            skips = WHOLE[self._steps_of(state)].skips
+            more = {} if late or reuses or skips else self.generated.recording(self.family)
+            more = more or self._whole(state, self.family.generator)
             made = self._run(state, self.family.generator, canvas, more)
             if made.template is not None:
                 arguments = self._arguments(state, self.family.generator, canvas)
@@ -141,11 +144,23 @@ class JobRunner:
             given["mask_image"] = canvas.mask_image()
         elif member.signature.has("mask_image"):
             # a dense run reads no cached rows, so don't record a template for it
-            quality = replace(
-                pipeline_state_of(member.pipe).quality, reuse="steps", refresh=1, every=1
-            )
+            usual = pipeline_state_of(member.pipe).quality.whole(self._steps_of(state))
+            quality = replace(usual, reuse="steps", refresh=1)
             given |= {"mask_image": canvas.mask_image(), "quality": quality}
+        else:
+            given |= self._whole(state, member)
         return self._run(state, member, canvas, given)
+
+    def _whole(self, state: JobState, member: PipelineMember) -> dict[str, object]:
+        """Return the options of a whole picture: which steps and patches it may reuse."""
+        name, usual = self._steps_of(state), pipeline_state_of(member.pipe).quality
+        skips = WHOLE[name].skips
+        return {"quality": usual.whole(name)} if skips or usual.patches is not None else {}
+
+    def _steps_of(self, state: JobState) -> str:
+        """Return which steps of a whole picture are computed."""
+        asked = state.job.request.quality
+        return self.whole if asked is None or asked == "auto" else asked
 
     def _recorded(self, state: JobState, member: PipelineMember, canvas: Canvas) -> Made:
         """Record a template with the same call arguments as its later edits."""
@@ -275,12 +290,6 @@ def sketch_steps(count: int, total: int) -> set[int]:
 
 def unsupported(param: str, message: str) -> ApiError:
     return ApiError("unsupported_parameter", message, param=param)
-
-
-def whole_quality(member: PipelineMember) -> dict[str, object]:
-    """Return the options of a whole picture: its patches may be reused, no step is extrapolated."""
-    quality = pipeline_state_of(member.pipe).quality
-    return {} if quality.patches is None else {"quality": replace(quality, every=1)}
 
 
 def reusing(quality: Quality, usual: Quality, reuse: str) -> Quality:

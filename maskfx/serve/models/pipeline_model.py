@@ -111,7 +111,7 @@ class PipelineModel:
         self.levels = weigh_levels(family, warmth.site)
         give_back()  # warm-up left an OpenMP pool on this thread, which no longer computes
         self._warm = True
-        self.runner = JobRunner(family, self.engine, warmth, tell)
+        self.runner = JobRunner(family, self.engine, warmth, tell, settings.whole_quality)
 
     def _engine(self, outside: Placement | None, remember: int = REMEMBER) -> Engine:
         count = self.settings.max_num_seqs
@@ -158,6 +158,7 @@ class PipelineModel:
             every=quality.every,
             least=quality.least,
             strength=None if editor is None else editor.signature.number("strength"),
+            whole=settings.whole_quality,
             patches=quality.patches is not None,
             on_disk=self.recordings.on_disk(),
             levels=self.levels,
@@ -240,13 +241,25 @@ class PipelineModel:
         return found | self._stored()
 
     def _patches(self) -> dict[str, int]:
-        """Return the sites of patches that were computed and kept; empty if none are reused."""
+        """Return the sites of patches that were computed and kept, of all and by stretch.
+
+        Empty if no patches are reused.
+        """
         if quality_of(self.settings).patches is None or not self._warm:
             return {}
         members = {id(m): m for m in (self.family.editor, self.family.generator) if m is not None}
         counts = [pipeline_state_of(member.pipe).patches for member in members.values()]
         computed, total = (round(sum(getattr(c, n) for c in counts)) for n in ("computed", "total"))
-        return {"patches.computed": computed, "patches.kept": total - computed}
+        found = {"patches.computed": computed, "patches.kept": total - computed}
+        stretches = [dict(one.stretches) for one in counts]
+        for number in sorted({n for own in stretches for n in own}):
+            each = [own[number] for own in stretches if number in own]
+            computed, total = (
+                round(sum(getattr(c, n) for c in each)) for n in ("computed", "total")
+            )
+            found[f"stretches.{number}.computed"] = computed
+            found[f"stretches.{number}.kept"] = total - computed
+        return found
 
     def _stored(self) -> dict[str, int]:
         """Return what the store holds and how often it failed; empty without one.

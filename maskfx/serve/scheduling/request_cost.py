@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maskfx.ir.level_shares import work_of as mask_work
-from maskfx.runtime.reuse.step_selection import StepSelection
+from maskfx.runtime.reuse.step_selection import WHOLE, StepSelection
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.messages import Ready
 from maskfx.serve.request import Card, Mask, Pictures, Pixels, Request, RequestKind
@@ -31,6 +31,7 @@ def card_of(ready: Ready, name: str) -> Card:
         margin=ready.margin,
         every=ready.every,
         least=ready.least,
+        whole=ready.whole,
         strength=ready.strength,
         patches=ready.patches,
         levels=ready.levels,
@@ -84,8 +85,8 @@ def spread(sites: Mask, margin: int) -> Mask:
 def work_of(request: Request, pictures: Pictures, card: Card, template_bytes: int = 0) -> Work:
     """Return the sites, steps and branches of a request.
 
-    `template_bytes` is the size of its template's recording. For an edit with a partial mask only
-    the steps selected by the server's quality count.
+    `template_bytes` is the size of its template's recording. Only computed steps count: of an edit
+    with a partial mask those of the server's quality, of whole pictures those of the request's.
     """
     width, height = size_of(request.size, pictures.images, card)
     whole = -(-width // card.site) * -(-height // card.site)
@@ -96,20 +97,29 @@ def work_of(request: Request, pictures: Pictures, card: Card, template_bytes: in
     strength = card.strength if request.strength is None and pictures.images else request.strength
     steps = steps_of(request.steps, strength, card)
     masked = mask is not None and not mask.all()
-    computed = StepSelection(card.every, least=card.least).left(0, steps)
+    edited = StepSelection(card.every, least=card.least).left(0, steps)
+    computed = edited if masked else steps_computed(request, steps, card)
     guidance = card.guidance if request.guidance is None else request.guidance
     guided = guidance is not None and guidance > 1 and "negative_prompt" in card.takes
     return Work(
         sites=max(1, round(share * whole)),
         whole=whole,
-        steps=computed if masked else steps,
+        steps=computed,
         branches=2 if guided else 1,
         template=request.template,
-        bytes=template_bytes // computed,
+        bytes=template_bytes // edited,
         recorded=0 if recording else steps,
         kind=kind_of(request, masked, card),
         **weights_of(active, whole, card) if masked and active is not None else {},
     )
+
+
+def steps_computed(request: Request, steps: int, card: Card) -> int:
+    """Return the number of steps of a whole picture that are computed."""
+    if request.kind is RequestKind.RECORD:
+        return steps
+    name = request.quality if request.quality not in (None, "auto") else card.whole
+    return WHOLE[name or card.whole].left(0, steps)
 
 
 def weights_of(active: Mask, whole: int, card: Card) -> dict[str, float]:

@@ -25,7 +25,7 @@ from maskfx.runtime.reuse.judges import (
     change_bins,
     load_judge,
 )
-from maskfx.runtime.reuse.patch_calls import ObservedCall
+from maskfx.runtime.reuse.patch_calls import LISTED, ObservedCall, PatchCounts
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.sites.patches import PatchGrid
 
@@ -131,3 +131,20 @@ def test_judging_a_step_of_many_requests_takes_less_than_a_millisecond() -> None
         judge.computes(asked)
         best = min(best, process_time() - began)
     assert best < 1e-3
+
+
+def test_counts_of_patches_are_kept_by_stretch_up_to_a_bound() -> None:
+    whole = PatchCounts()
+    counts = PatchCounts(whole=whole)
+    counts.add(np.ones(1), 100)  # a call in full
+    counts.add(np.array([1.0, 0.5, 0.0]), 100)
+    counts.add(np.linspace(1, 0, LISTED + 8), 10)
+    for own in (counts, whole):
+        assert own.computed == pytest.approx(155)
+        assert own.total == 210
+        assert sorted(own.stretches) == list(range(1, LISTED + 1))
+        assert own.stretches[2].computed == pytest.approx(50 + 10 * (1 - 1 / (LISTED + 7)))
+        assert own.stretches[2].total == 110
+        assert own.stretches[LISTED].total == 9 * 10
+    counts.clear()
+    assert (counts.total, counts.stretches, whole.total) == (0, {}, 210)

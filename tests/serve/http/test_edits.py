@@ -232,6 +232,16 @@ def test_what_is_done_anyway_may_be_asked_for(server: Served) -> None:
     assert response.json()["background"] == "opaque"
 
 
+def test_the_steps_of_a_whole_picture_are_chosen(server: Served) -> None:
+    """In an edit with a mask the server's quality decides."""
+    for quality in ("half-steps", "all-steps", "auto"):
+        assert result(server, quality=quality)[1].request.quality == quality
+    refused = server.edit({"mask": MASK}, quality="half-steps")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "quality"
+    assert "auto, or left out, in an edit with a mask" in refused.json()["error"]["message"]
+
+
 def test_generations(server: Served) -> None:
     with server.client() as client:
         asks = {"prompt": "a hill", "n": 2, "seed": 9, "size": "32x16", "user": None}

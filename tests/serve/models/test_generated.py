@@ -55,6 +55,12 @@ def test_an_edit_of_a_generated_picture_records_nothing(served: Served, generate
     assert (edited[mask] != generated[mask]).any()
 
 
+def test_a_picture_whose_steps_are_extrapolated_is_no_template(served: Served) -> None:
+    for quality in ("half-steps", "all-steps"):
+        made = served.made(job("h", "generate", seed=9, steps=12, quality=quality), Pictures())
+        assert (made.template is None) == (quality == "half-steps")
+
+
 def test_with_the_same_prompt_and_seed_it_is_the_same_picture(
     served: Served, generated: Pixels
 ) -> None:

@@ -50,6 +50,25 @@ def test_a_request_turns_reuse_off_or_sets_its_threshold(served: Served) -> None
     assert not np.array_equal(every.pixels, off.pixels)
 
 
+def test_the_counts_of_a_worker_have_each_stretch(served: Served) -> None:
+    before = served.model.cache()
+    generated(served, "9")
+    counts = {key: value - before.get(key, 0) for key, value in served.model.cache().items()}
+    numbers = sorted({int(key.split(".")[1]) for key in counts if key.startswith("stretches.")})
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(numbers) > 1
+    computed = [counts[f"stretches.{n}.computed"] for n in numbers]
+    totals = [
+        count + counts[f"stretches.{n}.kept"] for n, count in zip(numbers, computed, strict=True)
+    ]
+    assert len(set(totals)) == 1
+    assert max(computed) < totals[0]
+    # calls in full have no choice: the mean of all calls is above that of these
+    assert counts["patches.kept"] == pytest.approx(
+        sum(counts[f"stretches.{n}.kept"] for n in numbers) / len(numbers), abs=len(numbers)
+    )
+
+
 def test_without_the_field_the_servers_threshold_counts(served: Served) -> None:
     usual, same = generated(served, None), generated(served, "0.05")
     assert usual.patch_share == same.patch_share

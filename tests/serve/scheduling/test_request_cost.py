@@ -53,6 +53,27 @@ def test_an_edit_that_says_no_strength_has_the_models() -> None:
     assert work_of(*request(images=()), card).steps == 20
 
 
+@pytest.mark.parametrize(
+    ("quality", "setting", "steps"),
+    [
+        (None, "all-steps", 20),
+        ("auto", "all-steps", 20),
+        ("half-steps", "all-steps", 11),
+        ("third-steps", "half-steps", 8),
+        (None, "fifth-steps", 5),
+        ("all-steps", "fifth-steps", 20),
+    ],
+)
+def test_whole_pictures_take_the_steps_that_their_quality_computes(
+    quality: str | None, setting: str, steps: int
+) -> None:
+    card = replace(CARD, whole=setting)
+    asked = request(quality=quality, mask=None)
+    assert work_of(*asked, card).steps == steps
+    assert work_of(*request(quality=quality), card).steps == 20  # an edit of a part
+    assert work_of(*request(kind=RequestKind.RECORD), card).steps == 20
+
+
 def test_work_of_an_edit() -> None:
     work = work_of(*request(template="t"), CARD, template_bytes=2000)
     assert (work.sites, work.whole, work.steps, work.branches) == (6, 48, 20, 2)

@@ -1,0 +1,186 @@
+"""Pictures of several sizes in one batch, nothing reused: in rows, size by size, and padded.
+
+    OMP_NUM_THREADS=1 python -m bench.patches.mixed
+
+A batch of dense requests of one denoiser, each of one of three sizes in turn. Sides:
+
+- rows: one ragged batch (`CompiledDenoiser.batch`).
+- one size at a time: one call of the module for the requests of each size.
+- padding: one call of the module, latents padded with zeros to the largest size. What it computes
+  of a smaller picture isn't that picture's; it stands for its time alone.
+- one by one: one call of the module for each request.
+- patch_batch: what `mode="patch_batch"` runs, after it has measured its ways.
+
+Asked for: 1.3 times the better of one size at a time and padding where launches count (many small
+requests), and never below it. CPU time, because machines are shared; sides take turns. Results of
+rows and of patch_batch are compared with the module's. Writes results/patches-mixed.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import maskfx
+from bench import harness
+from bench.ranks.shapes import sd3, sdxl
+from bench.report import columns, milliseconds, times
+from bench.shapes import Inputs, Shape, Size
+from maskfx.pipelines.execute import CallMember, run_by_module
+from maskfx.runtime.dense_ways import TRIES
+from maskfx.runtime.steps import DenseStep
+
+ROWS, SIZES, PADDED, SINGLE = "rows", "one size at a time", "padding", "one by one"
+CHOSEN = "patch_batch"
+ASKED = 1.3
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests of several sizes of one denoiser."""
+
+    name: str
+    shape: Shape
+    sides: tuple[int, ...]  # of the latents
+    requests: int
+    small: bool  # whether launches count
+
+    def inputs(self) -> list[Inputs]:
+        found = []
+        for number in range(self.requests):
+            side = self.sides[number % len(self.sides)]
+            found.append(self.shape.inputs(number, Size(side, side, self.shape.size.text)))
+        return found
+
+
+CASES = {
+    "small": Case("small", sd3(16, 2), (8, 12, 16), 24, True),
+    "small, few": Case("small, few", sd3(16, 2), (8, 12, 16), 6, True),
+    "sd3": Case("sd3", sd3(128, 2), (64, 96, 128), 3, False),
+    "sdxl": Case("sdxl", sdxl(32, 1), (16, 24, 32), 3, False),
+}
+
+
+def joined(calls: Sequence[Inputs]) -> Inputs:
+    """Return several calls of one size as one."""
+    first = calls[0]
+    return {
+        name: torch.cat([call[name] for call in calls])
+        if isinstance(value, Tensor) and value.dim()
+        else {key: torch.cat([call[name][key] for call in calls]) for key in value}
+        if isinstance(value, Mapping)
+        else value
+        for name, value in first.items()
+    }
+
+
+def picture_name(call: Inputs) -> str:
+    return next(
+        name for name, value in call.items() if isinstance(value, Tensor) and value.dim() == 4
+    )
+
+
+def padded(call: Inputs, side: int) -> Inputs:
+    name = picture_name(call)
+    more = side - call[name].shape[-1]
+    return {**call, name: torch.nn.functional.pad(call[name], (0, more, 0, more))}
+
+
+def sides_of(case: Case, calls: Sequence[Inputs]) -> dict[str, Callable[[int], Any]]:
+    """Return what each side runs; its results are by request, except for padding."""
+    module = case.shape.build()
+    denoiser = maskfx.compile(module, mode="patch_batch")
+    numbers: dict[int, list[int]] = {}
+    for number, call in enumerate(calls):
+        numbers.setdefault(call[picture_name(call)].shape[-1], []).append(number)
+    largest = max(numbers)
+
+    def by_size(_: int) -> list[Any]:
+        found: dict[int, Any] = {}
+        for own in numbers.values():
+            [output] = denoiser.module(**joined([calls[number] for number in own]))
+            found |= dict(zip(own, output.split(1), strict=True))
+        return [(found[number],) for number in range(len(calls))]
+
+    def chosen(_: int) -> list[Any]:
+        runs: list[Any] = [SimpleNamespace(run=object()) for _ in calls]
+        none: Any = SimpleNamespace()
+        members = [CallMember(run, none, DenseStep(c)) for run, c in zip(runs, calls, strict=True)]
+        left = run_by_module(denoiser, members)
+        assert not left, "a step in rows failed"
+        return [member.result for member in members]
+
+    return {
+        ROWS: lambda _: denoiser.batch(calls),
+        SIZES: by_size,
+        PADDED: lambda _: denoiser.module(**joined([padded(call, largest) for call in calls])),
+        SINGLE: lambda _: [denoiser.module(**call) for call in calls],
+        CHOSEN: chosen,
+    }
+
+
+@torch.no_grad()
+def measured(case: Case, rounds: int) -> dict[str, Any]:
+    """Return the seconds of all sides, and what was asked for."""
+    calls = case.inputs()
+    sides = sides_of(case, calls)
+    wanted = sides[SINGLE](0)
+    errors = {}
+    for name in (ROWS, SIZES, CHOSEN):
+        pairs = zip(sides[name](0), wanted, strict=True)
+        errors[name] = max(float((a[0] - b[0]).norm() / b[0].norm()) for a, b in pairs)
+    for number in range(2 * TRIES):  # the ways are measured
+        sides[CHOSEN](number)
+    sides[PADDED](0)
+    spent = harness.alternate(sides, rounds, time.process_time)
+    better = [min(pair) for pair in zip(spent[SIZES], spent[PADDED], strict=True)]
+    gain = {name: harness.ratio(better, spent[name]) for name in (ROWS, CHOSEN)}
+    return {
+        "case": case.name,
+        "title": case.shape.title,
+        "latents": list(case.sides),
+        "requests": case.requests,
+        "seconds": {name: harness.figure(each) for name, each in spent.items()},
+        "errors": errors,
+        "times_the_better": gain,
+        "asked": ASKED if case.small else 1.0,
+        "met": {
+            name: one["median"] >= (ASKED if case.small else 1.0) for name, one in gain.items()
+        },
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=harness.ROOT / "bench" / "results")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    result = {**harness.header("bench.patches.mixed", arguments), "threads": 1}
+    found = [measured(CASES[name], options.rounds) for name in options.cases]
+    harness.write_json(options.out / "patches-mixed.json", {**result, "cases": found})
+    for one in found:
+        print(
+            f"{one['case']}: {one['title']}, latents {one['latents']}, {one['requests']} requests"
+        )
+        rows = [[name, milliseconds(each)] for name, each in one["seconds"].items()]
+        rows += [
+            [f"{name}, times the better", times(x)] for name, x in one["times_the_better"].items()
+        ]
+        print(columns([["", "ms"], *rows]))
+        print(f"  errors {one['errors']}, asked {one['asked']}, met {one['met']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
