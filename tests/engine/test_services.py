@@ -24,11 +24,13 @@ from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.execute import next_group
 from maskfx.runtime.identity import identity_of
+from tests.factories import more_pipelines  # noqa: F401 - adds pipelines
 from tests.factories.pipelines import PIPES, anew, call_of, distance, square
 from tests.factories.zoo import ZOO
 
 FLUX = "FluxControlNetInpaintPipeline"
 MULTI = "StableDiffusionControlNetInpaintPipeline-multi"
+UNION = "StableDiffusionXLControlNetUnionInpaintPipeline"
 STEPS = 3
 TOGETHER = maskfx.BatchPolicy(patience=2.0)
 
@@ -49,10 +51,10 @@ def changed(module: nn.Module, factor: float = 1.1) -> nn.Module:
 
 
 @cache
-def bases(kind: str) -> tuple[Any, Any]:
-    """Two pipelines with other transformers, and a net that is the same, equal, or another."""
-    one, other = PIPES[FLUX].build(), PIPES[FLUX].build()
-    changed(other.transformer)
+def bases(kind: str, name: str) -> tuple[Any, Any]:
+    """Two pipelines with other denoisers, and a net that is the same, equal, or another."""
+    one, other = PIPES[name].build(), PIPES[name].build()
+    changed(other.unet if name == UNION else other.transformer)
     if kind == "same":
         other.controlnet = one.controlnet
     if kind == "other":
@@ -65,11 +67,11 @@ def single() -> Any:
     return compiled(PIPES[FLUX].build())
 
 
-def pair(kind: str) -> list[Any]:
+def pair(kind: str, name: str = FLUX) -> list[Any]:
     """These pipelines, which have recorded a template each."""
-    found = [anew(FLUX, compiled_pipe=pipe) for pipe in bases(kind)]
+    found = [anew(name, compiled_pipe=pipe) for pipe in bases(kind, name)]
     for pipe in found:
-        pipe(**arguments(FLUX, 0))
+        pipe(**arguments(name, 0))
     return found
 
 
@@ -137,15 +139,15 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["same", "equal"])
+@pytest.mark.parametrize(("name", "kind"), [(FLUX, "same"), (FLUX, "equal"), (UNION, "same")])
 def test_pipelines_with_one_net_share_its_process_and_its_batches(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipes, batches = pair(kind), Batches(monkeypatch)
-    alone = [made(pipe(**arguments(FLUX, 1 + i))) for i, pipe in enumerate(pipes)]
+    pipes, batches = pair(kind, name), Batches(monkeypatch)
+    alone = [made(pipe(**arguments(name, 1 + i))) for i, pipe in enumerate(pipes)]
     assert distance(alone[0], alone[1]) > 1e-3
     with maskfx.Engine(TOGETHER, own_process=["controlnet"]) as engine:
-        tickets = [engine.submit(pipe, **arguments(FLUX, 1 + i)) for i, pipe in enumerate(pipes)]
+        tickets = [engine.submit(pipe, **arguments(name, 1 + i)) for i, pipe in enumerate(pipes)]
         found = [made(ticket.result(300)) for ticket in tickets]
         (service,) = engine.services._services
         pids = service.pids
