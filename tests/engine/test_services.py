@@ -24,6 +24,7 @@ from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.execute import next_group
 from maskfx.runtime.identity import identity_of
+from maskfx.runtime.sendable import kept_by
 from tests.factories import more_pipelines  # noqa: F401 - adds pipelines
 from tests.factories.pipelines import PIPES, anew, call_of, distance, square
 from tests.factories.zoo import ZOO
@@ -406,6 +407,39 @@ def test_equal_nets_are_found_by_their_digest() -> None:
 def test_settings_are_checked(given: dict[str, Any], match: str) -> None:
     with pytest.raises(InputError, match=match):
         OwnProcesses(**given)
+
+
+def test_a_net_that_gets_no_process_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    case = ZOO["FluxControlNetModel"]
+    one, other = (maskfx.compile(case.build()) for _ in range(2))
+    for denoiser in (one, other):
+        denoiser.module.peft_config = {"style": None}
+    services = NetServices(OwnProcesses(("controlnet",)))
+    try:
+        with caplog.at_level("WARNING", "maskfx.engine.services"):
+            for holder, denoiser in enumerate((one, other, one)):
+                services.lease(str(holder), {"controlnet": denoiser})
+                assert services.of(denoiser) is None
+    finally:
+        services.close()
+    assert caplog.messages == [
+        "own_process: FluxControlNetModel has no process of its own, and the engine's process "
+        "computes its steps: it has adapters of PEFT; unload them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        (nn.Linear(2, 2), None),
+        (nn.Linear(2, 2, device="meta"), "its weights are on meta; only those on the CPU can be"),
+        (type("Local", (nn.Linear,), {})(2, 2), "its class can't be pickled"),
+        (type("Typed", (nn.Linear,), {"__module__": "__main__"})(2, 2), "define it in a module"),
+    ],
+)
+def test_why_a_module_stays_in_its_process(part: nn.Module, reason: str | None) -> None:
+    found = kept_by(part)
+    assert found is None if reason is None else reason in str(found)
 
 
 def test_names_select_denoisers() -> None:
