@@ -13,9 +13,11 @@ to read. The sides:
 - `serial`: diffusers' way, one file after the other before the run: read, converted, and put into
   the layers; with `load_lora_weights` where peft is installed, else with the weights merged, which
   takes less than creating peft's layers.
+- `hotswap`: diffusers' way with `hotswap=True`, if peft is installed: each file is written into
+  peft's layers, which stay in the model.
 
 Every round runs all sides, in a changing order; an overhead is a ratio to `none`, or to `plain` for
-`serial`, in the same round.
+`serial` and `hotswap`, in the same round.
 `late` is also run with other speeds of the store: its latents must be equal bit for bit. Writes
 adapters-loading.json to bench/results.
 """
@@ -51,6 +53,7 @@ from maskfx.serve.models.model_source import load_pipeline
 NAMES = ("one", "two")
 RANK = 16
 PEFT = find_spec("peft") is not None
+PLAIN = ("plain", "serial", "hotswap")  # sides without maskfx
 WANTED = {"late": 1.05, "serial": 1.80}
 
 
@@ -93,6 +96,7 @@ class Bed:
         self.steps, self.side, self.start = steps, side, start
         self.plain = load_pipeline("unet", "float32", "cpu")
         self.paths = write_files(folder, self.plain.unet)
+        self.swapping = copy.deepcopy(self.plain)  # in it peft's layers stay
         own = copy.deepcopy(self.plain)
         self.adapters = maskfx.Adapters(read="bench.adapters.store:read")
         self.pipe = maskfx.compile(own, quality="all-steps", adapters=self.adapters)
@@ -125,6 +129,17 @@ class Bed:
             return found
         with patched(pipe.unet, [self.read(path) for path in self.paths]):
             return pipe(**given).images  # type: ignore[no-any-return]
+
+    def swapped(self) -> Tensor:
+        """Run diffusers' own pipeline, whose layers of peft get one file after the other."""
+        pipe = self.swapping
+        for name, path in zip(NAMES, self.paths, strict=True):
+            read(str(path))
+            known = name in pipe.get_list_adapters().get("unet", ())
+            pipe.load_lora_weights(load_file(path), adapter_name=name, hotswap=known)
+        pipe.set_adapters(list(NAMES))
+        found: Tensor = pipe(**arguments(self.steps, self.side)).images
+        return found
 
     def read(self, path: Path) -> WeightedLayers:
         read(str(path))
@@ -173,6 +188,8 @@ def main(given: list[str]) -> int:
             "plain": lambda _: bed.plain(**arguments(asked.steps, asked.side)),
             "serial": lambda _: bed.serial(),
         }
+        if PEFT:
+            sides["hotswap"] = lambda _: bed.swapped()
         for side in sides.values():  # captures, and starts the loading processes
             side(0)
         times = alternate(sides, asked.rounds)
@@ -184,7 +201,7 @@ def main(given: list[str]) -> int:
         "peft": PEFT,
         "seconds": {side: figure(own) for side, own in times.items()},
         "times_none": {
-            side: ratio(own, times["plain" if side in ("plain", "serial") else "none"])
+            side: ratio(own, times["plain" if side in PLAIN else "none"])
             for side, own in times.items()
         },
         "patch_seconds": figure(patching),

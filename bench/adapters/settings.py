@@ -7,6 +7,8 @@ A setting has C ControlNets and L LoRA files; every request has LoRAs of its own
 - `diffusers`: one request after the other: its ControlNets and LoRAs are loaded from disk, the
   LoRAs put into the weights, the picture made, the LoRAs taken out. With `load_lora_weights` where
   peft is installed, else the weights are merged by maskfx, which takes less than peft's layers.
+- `diffusers hotswap`: the same, but peft's layers stay in the model, and `hotswap=True` writes each
+  request's files into them.
 - `maskfx`: edits of a mask of 11 %, steps extrapolated (`balanced`), requests in one batch with
   their LoRAs as low-rank terms (rows), ControlNets in processes of their own.
 - `... rows off`: LoRAs are written into the weights, so requests run one after the other.
@@ -63,7 +65,7 @@ from maskfx.runtime.lora.patch import patched
 
 KATZ = ("0C/0L", "0C/1L", "1C/0L", "1C/1L", "2C/2L", "3C/2L")
 PEFT = find_spec("peft") is not None
-SERIAL = "diffusers"
+SERIAL, HOTSWAP = "diffusers", "diffusers hotswap"
 ASKED = {
     "times_faster_than_serial_at_3C/2L": 3.0,
     "throughput_per_core_at_2C/2L_without_masks_and_forecasts": 1.7,
@@ -120,6 +122,7 @@ class Bed:
             host_bytes=asked.template_gib << 30, encoding=ENCODINGS[asked.rows]
         )
         self.pipe = maskfx.compile(own, quality="balanced", tiers=self.tiers)
+        self.swapping: Any = None  # a pipeline in which peft's layers stay
 
     def files(self, request: int) -> list[Path]:
         """The LoRA files of a request."""
@@ -129,11 +132,28 @@ class Bed:
     def call(self, request: int, masked: bool) -> dict[str, Any]:
         return call_of(self.plain, self.scale, request, self.asked.steps, masked)
 
+    def load_nets(self, pipe: Any) -> None:
+        for net, path in zip(nets_of(pipe), self.nets, strict=True):
+            net.load_state_dict(load_net(path).state_dict())
+
+    def swapped(self, requests: int) -> None:
+        """Make pictures as diffusers does with hotswap, one after the other."""
+        if self.swapping is None:
+            self.swapping = build_workflow(self.setting.nets, self.scale)
+        pipe = self.swapping
+        for request in range(requests):
+            self.load_nets(pipe)
+            for number, path in enumerate(self.files(request)):
+                name = f"lora-{number}"
+                known = name in pipe.get_list_adapters().get("unet", ())
+                pipe.load_lora_weights(str(path), adapter_name=name, hotswap=known)
+            pipe.set_adapters([f"lora-{number}" for number in range(self.setting.loras)])
+            pipe(**self.call(request, masked=True))
+
     def serial(self, requests: int) -> None:
         """Make pictures as diffusers does, one after the other."""
         for request in range(requests):
-            for net, path in zip(nets_of(self.plain), self.nets, strict=True):
-                net.load_state_dict(load_net(path).state_dict())
+            self.load_nets(self.plain)
             if PEFT:
                 names = [path.stem for path in self.files(request)]
                 for name, path in zip(names, self.files(request), strict=True):
@@ -207,6 +227,8 @@ def measure(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[s
         runs: dict[str, tuple[Callable[[int], None], int]] = {}
         if SERIAL in asked.sides:
             runs[SERIAL] = bed.serial, 1
+        if HOTSWAP in asked.sides and PEFT and setting.loras:
+            runs[HOTSWAP] = bed.swapped, 1
         for name, side in sides_of(setting, asked.sides).items():
             runs[name] = partial(bed.ours, engines[side.process], side), bed.cores(side)
         for run, _ in runs.values():  # captures, recordings, processes
@@ -290,7 +312,8 @@ def main(given: list[str]) -> int:
     parser.add_argument(
         "--settings", nargs="+", type=Setting.of, default=list(map(Setting.of, KATZ))
     )
-    parser.add_argument("--sides", nargs="+", choices=(SERIAL, *SIDES), default=[SERIAL, *SIDES])
+    sides = (SERIAL, HOTSWAP, *SIDES)
+    parser.add_argument("--sides", nargs="+", choices=sides, default=list(sides))
     parser.add_argument("--scale", choices=SCALES, default="tiny")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=4, help="requests at once, for throughput")

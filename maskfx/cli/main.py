@@ -140,7 +140,7 @@ def serve(
     cache_dir: Annotated[str | None, given("Templates: a directory, or a URL.")] = None,
     lora_dir: Annotated[Path | None, given("*.safetensors that requests may name.")] = None,
     controlnets: Annotated[
-        list[str] | None, typer.Option("--controlnet", help="Folders, hub ids or shipped names.")
+        list[str] | None, given("Folder, hub id or shipped name; repeatable.", "--controlnet")
     ] = None,
     log_level: Annotated[str | None, given("debug, info, warning or error.")] = None,
     otlp_endpoint: Annotated[str | None, given("Where OpenTelemetry's spans go.")] = None,

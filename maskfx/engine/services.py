@@ -21,7 +21,7 @@ from maskfx.errors import InputError
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.identity import identity_of, is_plain, same_weights
 from maskfx.runtime.program_files import compiled_as
-from maskfx.runtime.sendable import can_be_sent
+from maskfx.runtime.sendable import kept_by
 from maskfx.runtime.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -125,6 +125,7 @@ class NetServices:
         self._services: list[NetService] = []
         self._resident = ResidentSet(settings.nbytes, LeastFrequentlyUsed(settings.half_life))
         self._leases: dict[int, list[NetService]] = {}  # by their requests' ids
+        self._warned: set[tuple[str, str]] = set()  # nets without processes, and the reasons
         self._hits = self._evictions = 0
         self._ended = NetCounts()  # of services that ended
         self._lock = threading.RLock()
@@ -202,12 +203,28 @@ class NetServices:
     ) -> NetService | None:
         """Return the service of an equal net, or a new one."""
         module, service = denoiser.module, None
-        if type(denoiser) is CompiledDenoiser and not self._closed:
+        if type(denoiser) is not CompiledDenoiser:
+            self._warn(denoiser, "it runs exported files")
+        elif not self._closed:
             service = self._alike(denoiser)
-            if service is None and can_be_sent(module):
+            if service is None and (reason := kept_by(module)) is not None:
+                self._warn(denoiser, reason)
+            elif service is None:
                 service = self._new(denoiser)
         seats[how] = Seat(service, Weights(module))
         return service
+
+    def _warn(self, denoiser: CompiledDenoiser, reason: str) -> None:
+        """Log once why a net that the settings name gets no process."""
+        name = type(denoiser.module).__name__
+        if (name, reason) not in self._warned:
+            self._warned.add((name, reason))
+            log.warning(
+                "own_process: %s has no process of its own, and the engine's process computes its "
+                "steps: %s",
+                name,
+                reason,
+            )
 
     def _alike(self, denoiser: CompiledDenoiser) -> NetService | None:
         if not self._services or not is_plain(denoiser.module):

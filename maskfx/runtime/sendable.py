@@ -18,19 +18,30 @@ SPARE = 16 << 20  # bytes of shared memory that stay free
 
 
 def can_be_sent(part: object) -> bool:
+    """Return True if a component can be sent; otherwise the reason is logged."""
+    reason = kept_by(part)
+    if reason is not None:
+        log.info("%s runs in this process: %s", type(part), reason)
+    return reason is None
+
+
+def kept_by(part: object) -> str | None:
+    """Return why a component can't be sent to another process; None if it can."""
     if type(part).__module__ == "__main__":  # another module in a helper
-        return False
-    if isinstance(part, nn.Module) and (not on_cpu(part) or getattr(part, "peft_config", None)):
-        return False
-    if isinstance(part, nn.Module) and not fits_in_shared_memory(part):
-        log.info("%s runs in this process: %s has no room for its weights", type(part), SHARED)
-        return False
+        return "its class is defined in the script that was started; define it in a module"
+    if isinstance(part, nn.Module):
+        if not on_cpu(part):
+            devices = sorted({str(tensor.device) for tensor in part.parameters()} - {"cpu"})
+            return f"its weights are on {', '.join(devices)}; only those on the CPU can be shared"
+        if getattr(part, "peft_config", None):
+            return "it has adapters of PEFT; unload them"
+        if not fits_in_shared_memory(part):
+            return f"{SHARED} has no room for its weights"
     try:
         pickle.dumps(type(part))
-        return True
-    except Exception:
-        log.info("%s can't be sent to another process; it runs in this one", type(part))
-        return False
+    except Exception as error:
+        return f"its class can't be pickled: {error}"
+    return None
 
 
 def fits_in_shared_memory(part: nn.Module) -> bool:

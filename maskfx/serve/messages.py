@@ -20,14 +20,14 @@ Shape = tuple[int, ...]  # of an array of pixels, one byte each
 
 
 class Job(msgspec.Struct, frozen=True, tag="job", kw_only=True):
-    """A request to run; the pixels of images, mask and control image follow in this order."""
+    """A request to run; the pixels of images, mask and control images follow in this order."""
 
     id: str  # unique in this server, unlike the request's
     attempt: int  # of this request; replies contain it, so that late ones are recognised
     request: Request
     images: list[Shape] = []
     mask: Shape | None = None
-    control: Shape | None = None
+    controls: list[Shape] = []
     left: float | None = None  # seconds until the deadline
     traced: bool = False  # whether to send its spans
 
@@ -90,6 +90,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     generates: bool
     site: int
     slots: int  # concurrent requests
+    controls: int = 1
     margin: int = 0
     every: int = 1
     least: int = LEAST

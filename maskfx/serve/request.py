@@ -27,6 +27,8 @@ LORA = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(:-?[0-9]{1,2}(\.[0-9]{1,4})?)?"
 LORAS = rf"^{LORA}(,{LORA}){{0,7}}$"  # NAME or NAME:WEIGHT, eight at most
 REUSE = r"^(off|judge|[0-9](\.[0-9]{1,6})?)$"  # of patches; a number is a relative change
 SEEDS = 2**63 - 1
+CONTROLS = 16  # control images of a request, at most
+SCALE = 10.0  # of a ControlNet's results, at most
 
 
 class RequestKind(Enum):
@@ -43,12 +45,11 @@ class Pictures:
 
     images: tuple[Pixels, ...] = ()  # upright; the first one is edited
     mask: Mask | None = None  # of the first image's size
-    control: Pixels | None = None
+    controls: tuple[Pixels, ...] = ()  # one per ControlNet
 
     def arrays(self) -> list[Pixels | Mask]:
-        """Return the images, then the mask and the control image if there are any."""
-        others = (self.mask, self.control)
-        return [*self.images, *(array for array in others if array is not None)]
+        """Return the images, then the mask if there is one, then the control images."""
+        return [*self.images, *(() if self.mask is None else (self.mask,)), *self.controls]
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Parameter("lora"),
         Field(pattern=LORAS, description="NAME, or NAME:WEIGHT, and more of them after commas."),
+    ] = None
+    control_scale: Annotated[
+        list[Annotated[float, Field(ge=0, le=SCALE)]] | None,
+        Parameter("controlnet_conditioning_scale", argument=True),
+        Field(
+            min_length=1,
+            max_length=CONTROLS,
+            description="One number for all ControlNets, or one per ControlNet in their order.",
+        ),
     ] = None
     late_control: Annotated[
         Literal["sync", "late"] | None,
@@ -212,6 +222,7 @@ class Card:
     generates: bool  # whether it generates without an image
     site: int = 8  # pixels along a site of the latents, for the web page's overlay
     loras: tuple[str, ...] = ()
+    controls: int = 1  # control images of a request, if the model takes any: one per ControlNet
     margin: int = 0  # sites around a mask that an edit computes, too
     every: int = 1  # an edit computes about every n-th step
     least: int = LEAST  # of steps that it computes, however few there are

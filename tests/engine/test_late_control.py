@@ -19,7 +19,8 @@ from tests.factories.pipelines import distance
 
 FLUX = "FluxControlNetInpaintPipeline"
 MULTI = "StableDiffusionControlNetInpaintPipeline-multi"
-NAMES = [FLUX, MULTI]
+UNION = "StableDiffusionXLControlNetUnionInpaintPipeline"
+NAMES = [FLUX, MULTI, UNION]
 LATE = replace(maskfx.Quality.of("all-steps"), control="late")
 STEPS = 4
 

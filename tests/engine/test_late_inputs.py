@@ -28,6 +28,7 @@ from maskfx.runtime.sent_cache import SentCache
 from maskfx.runtime.shared_tensors import TensorSender
 from maskfx.runtime.step_batches import StepBatches
 from maskfx.runtime.tensor_transport import Unsendable
+from tests.factories import more_pipelines  # noqa: F401 - adds pipelines
 from tests.factories.masks import MASKS
 from tests.factories.pipelines import PIPES, anew, call_of, square
 from tests.factories.zoo import ZOO
@@ -38,6 +39,7 @@ NAMES = [
     pytest.param("StableDiffusionControlNetInpaintPipeline", marks=pytest.mark.slow),
     pytest.param("StableDiffusionControlNetInpaintPipeline-multi", marks=pytest.mark.slow),
     pytest.param("StableDiffusionXLControlNetInpaintPipeline", marks=pytest.mark.slow),
+    pytest.param("StableDiffusionXLControlNetUnionInpaintPipeline", marks=pytest.mark.slow),
 ]
 STEPS = 3
 

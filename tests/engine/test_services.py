@@ -24,11 +24,14 @@ from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.execute import next_group
 from maskfx.runtime.identity import identity_of
+from maskfx.runtime.sendable import kept_by
+from tests.factories import more_pipelines  # noqa: F401 - adds pipelines
 from tests.factories.pipelines import PIPES, anew, call_of, distance, square
 from tests.factories.zoo import ZOO
 
 FLUX = "FluxControlNetInpaintPipeline"
 MULTI = "StableDiffusionControlNetInpaintPipeline-multi"
+UNION = "StableDiffusionXLControlNetUnionInpaintPipeline"
 STEPS = 3
 TOGETHER = maskfx.BatchPolicy(patience=2.0)
 
@@ -49,10 +52,10 @@ def changed(module: nn.Module, factor: float = 1.1) -> nn.Module:
 
 
 @cache
-def bases(kind: str) -> tuple[Any, Any]:
-    """Two pipelines with other transformers, and a net that is the same, equal, or another."""
-    one, other = PIPES[FLUX].build(), PIPES[FLUX].build()
-    changed(other.transformer)
+def bases(kind: str, name: str) -> tuple[Any, Any]:
+    """Two pipelines with other denoisers, and a net that is the same, equal, or another."""
+    one, other = PIPES[name].build(), PIPES[name].build()
+    changed(other.unet if name == UNION else other.transformer)
     if kind == "same":
         other.controlnet = one.controlnet
     if kind == "other":
@@ -65,11 +68,11 @@ def single() -> Any:
     return compiled(PIPES[FLUX].build())
 
 
-def pair(kind: str) -> list[Any]:
+def pair(kind: str, name: str = FLUX) -> list[Any]:
     """These pipelines, which have recorded a template each."""
-    found = [anew(FLUX, compiled_pipe=pipe) for pipe in bases(kind)]
+    found = [anew(name, compiled_pipe=pipe) for pipe in bases(kind, name)]
     for pipe in found:
-        pipe(**arguments(FLUX, 0))
+        pipe(**arguments(name, 0))
     return found
 
 
@@ -137,15 +140,15 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["same", "equal"])
+@pytest.mark.parametrize(("name", "kind"), [(FLUX, "same"), (FLUX, "equal"), (UNION, "same")])
 def test_pipelines_with_one_net_share_its_process_and_its_batches(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipes, batches = pair(kind), Batches(monkeypatch)
-    alone = [made(pipe(**arguments(FLUX, 1 + i))) for i, pipe in enumerate(pipes)]
+    pipes, batches = pair(kind, name), Batches(monkeypatch)
+    alone = [made(pipe(**arguments(name, 1 + i))) for i, pipe in enumerate(pipes)]
     assert distance(alone[0], alone[1]) > 1e-3
     with maskfx.Engine(TOGETHER, own_process=["controlnet"]) as engine:
-        tickets = [engine.submit(pipe, **arguments(FLUX, 1 + i)) for i, pipe in enumerate(pipes)]
+        tickets = [engine.submit(pipe, **arguments(name, 1 + i)) for i, pipe in enumerate(pipes)]
         found = [made(ticket.result(300)) for ticket in tickets]
         (service,) = engine.services._services
         pids = service.pids
@@ -404,6 +407,39 @@ def test_equal_nets_are_found_by_their_digest() -> None:
 def test_settings_are_checked(given: dict[str, Any], match: str) -> None:
     with pytest.raises(InputError, match=match):
         OwnProcesses(**given)
+
+
+def test_a_net_that_gets_no_process_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    case = ZOO["FluxControlNetModel"]
+    one, other = (maskfx.compile(case.build()) for _ in range(2))
+    for denoiser in (one, other):
+        denoiser.module.peft_config = {"style": None}
+    services = NetServices(OwnProcesses(("controlnet",)))
+    try:
+        with caplog.at_level("WARNING", "maskfx.engine.services"):
+            for holder, denoiser in enumerate((one, other, one)):
+                services.lease(str(holder), {"controlnet": denoiser})
+                assert services.of(denoiser) is None
+    finally:
+        services.close()
+    assert caplog.messages == [
+        "own_process: FluxControlNetModel has no process of its own, and the engine's process "
+        "computes its steps: it has adapters of PEFT; unload them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        (nn.Linear(2, 2), None),
+        (nn.Linear(2, 2, device="meta"), "its weights are on meta; only those on the CPU can be"),
+        (type("Local", (nn.Linear,), {})(2, 2), "its class can't be pickled"),
+        (type("Typed", (nn.Linear,), {"__module__": "__main__"})(2, 2), "define it in a module"),
+    ],
+)
+def test_why_a_module_stays_in_its_process(part: nn.Module, reason: str | None) -> None:
+    found = kept_by(part)
+    assert found is None if reason is None else reason in str(found)
 
 
 def test_names_select_denoisers() -> None:

@@ -74,7 +74,7 @@ def request(id: str = "a", **fields: Any) -> tuple[Request, Pictures]:
     image = np.arange(64 * 48 * 3, dtype=np.uint32).astype(np.uint8).reshape(48, 64, 3)
     mask = np.zeros((48, 64), bool)
     mask[8:24, 16:40] = True
-    planes: dict[str, Any] = {"images": (image,), "mask": mask, "control": None}
+    planes: dict[str, Any] = {"images": (image,), "mask": mask, "controls": ()}
     planes |= {name: fields.pop(name) for name in planes if name in fields}
     plain: dict[str, Any] = {"kind": RequestKind.EDIT, "prompt": "a cat", "seed": 7}
     return Request(id=id, **(plain | fields)), Pictures(**planes)

@@ -66,7 +66,7 @@ class RequestTicket:
             request=self.request,
             images=[image.shape for image in pictures.images],
             mask=None if pictures.mask is None else pictures.mask.shape,
-            control=None if pictures.control is None else pictures.control.shape,
+            controls=[image.shape for image in pictures.controls],
             left=None if self.demand.due == inf else max(0.0, self.demand.due - now),
             traced=self.trace is not None,
         )

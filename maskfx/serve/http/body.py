@@ -226,7 +226,8 @@ def _form(given: Given, form: type[F]) -> F:
     values: dict[str, Any] = {}
     for name, value in given:
         if is_list(form.model_fields[name]):
-            values.setdefault(name, []).append(value)
+            several = value if type(value) is list else [value]  # a list is of JSON
+            values.setdefault(name, []).extend(several)
         elif name in values:
             raise wrong(name, "given once")
         else:
@@ -245,4 +246,6 @@ async def _in_thread(
 
 
 def _length(raw: object) -> int:
+    if type(raw) is list:
+        return sum(map(_length, raw))
     return len(raw) if isinstance(raw, str | bytearray) else 0

@@ -11,7 +11,7 @@ import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from annotated_types import Le, MaxLen
 from pydantic import (
@@ -31,7 +31,7 @@ from pydantic_core import ErrorDetails
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
 from maskfx.serve.http.schemas import MODEL, SIZE, WANTED, schema_of, wanted_of
-from maskfx.serve.request import NAME, AtMost, Request, hints_of, parameters_of
+from maskfx.serve.request import CONTROLS, NAME, AtMost, Request, hints_of, parameters_of
 
 INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
 REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
@@ -99,7 +99,6 @@ Size = Annotated[
     Field(description="WIDTHxHEIGHT or auto."),
 ]
 Name = Annotated[str | None, Field(pattern=NAME)]
-ImageFile = Annotated[bytes | None, Upload("body_bytes")]
 MaskFile = Annotated[bytes | None, Upload("mask_bytes"), Requires("mask")]
 
 
@@ -115,7 +114,15 @@ class Form(BaseModel):
         None
     )
     size: Size = None
-    control_image: Annotated[ImageFile, Requires("control"), Field(description=FILES)] = None
+    control_image: Annotated[
+        list[bytes],
+        Upload("body_bytes"),
+        Requires("control"),
+        Field(
+            max_length=CONTROLS,
+            description=f"{FILES}; one per ControlNet of the model, in their order.",
+        ),
+    ] = []
 
     @field_validator("*", mode="before")
     @classmethod
@@ -126,7 +133,8 @@ class Form(BaseModel):
     def given(self) -> list[str]:
         """Return the names of the fields that are set."""
         sent = self.model_fields_set
-        return [n for n in type(self).model_fields if n in sent and getattr(self, n) is not None]
+        empty: tuple[None, list[object]] = (None, [])
+        return [n for n in type(self).model_fields if n in sent and getattr(self, n) not in empty]
 
     def parameters(self) -> dict[str, Any]:
         """Return the request's parameters that are set, by the names of `Request`."""
@@ -283,7 +291,7 @@ def kind_of(field: FieldInfo) -> Any:
 
 def is_list(field: FieldInfo) -> bool:
     """Return True if the field may be given several times."""
-    return bool(kind_of(field) == list[bytes])
+    return get_origin(kind_of(field)) is list
 
 
 def is_upload(field: FieldInfo) -> bool:
@@ -292,8 +300,10 @@ def is_upload(field: FieldInfo) -> bool:
 
 def read(value: Any, kind: object) -> object:
     """Read a value from a form's bytes, or from JSON, where a whole float is an integer."""
-    if kind == list[bytes]:
-        return [read(one, bytes) for one in value]
+    if get_origin(kind) is list:
+        (inner,) = get_args(kind)
+        plain = get_args(inner)[0] if get_origin(inner) is Annotated else inner
+        return [read(one, plain) for one in value]
     if kind is bytes:
         return value.encode() if isinstance(value, str) else to_bytes(value)
     if isinstance(value, bytes | bytearray):
@@ -344,11 +354,13 @@ def refusal(form: type[BaseModel], found: ErrorDetails) -> ApiError:
     name = str(found["loc"][0])
     if found["type"] == "missing":
         return ApiError("missing_parameter", f"{name} is missing.", param=name)
-    value = found["input"]
+    value, schema = found["input"], schema_of(form)["properties"][name]
+    if len(found["loc"]) > 1:  # of an entry of a list
+        schema = schema["items"]
     if found["type"] in ("string_too_long", "too_long"):
         sent = str(len(value))
     elif isinstance(value, bytes | bytearray):
         sent = reprlib.repr(bytes(value[:SHORT]).decode("utf-8", "replace"))
     else:
         sent = reprlib.repr(value)
-    return wrong(name, wanted_of(schema_of(form)["properties"][name]), sent)
+    return wrong(name, wanted_of(schema), sent)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.config import Limits
+from maskfx.serve.controls import check_controls, check_scales
 from maskfx.serve.errors import ApiError
 from maskfx.serve.http.cancellation import together
 from maskfx.serve.http.forms import (
@@ -148,6 +149,9 @@ class Orders:
             if lora not in card.loras:
                 param = "lora" if adapter is None else "model"
                 raise ApiError("lora_not_found", f"There is no LoRA {lora!r}.", param=param)
+        if form.control_image:  # whether any are needed depends on the call: workers check it
+            check_controls(len(form.control_image), card.controls)
+        check_scales(form.parameters().get("control_scale"), card.controls)
         if isinstance(form, EditForm) and len(form.image) > 1 and "images" not in card.takes:
             raise ApiError(
                 "unsupported_parameter",
@@ -202,24 +206,24 @@ class Orders:
     async def _at(self, pictures: Pictures, size: Size, card: Card) -> Pictures:
         """Return the images at a size, none of them distorted.
 
-        The control image must have the picture's proportions. References, which are the images
+        Control images must have the picture's proportions. References, which are the images
         after the first, are scaled to fit inside, and their edges are repeated around them.
         """
         first, others = pictures.images[:1], pictures.images[1:]
-        control = pictures.control
-        if control is not None and not alike(size_of(control), size, card.multiple):
-            (width, height), sent = size, size_of(control)
-            wanted = f"of the proportions of the picture, {width}x{height}"
-            raise wrong("control_image", wanted, f"{sent[0]}x{sent[1]}")
+        controls = pictures.controls
+        for sent in map(size_of, controls):
+            if not alike(sent, size, card.multiple):
+                wanted = f"of the proportions of the picture, {size[0]}x{size[1]}"
+                raise wrong("control_image", wanted, f"{sent[0]}x{sent[1]}")
         same, *inside = await together(
-            self._resized(Pictures(first, pictures.mask, control).arrays(), size),
+            self._resized(Pictures(first, pictures.mask, controls).arrays(), size),
             *(self._inside(one, size) for one in others),
         )
         planes = iter(same)
         return Pictures(
             (*(next(planes) for _ in first), *inside),
             None if pictures.mask is None else next(planes).view(np.bool_),
-            None if control is None else next(planes),
+            tuple(planes),
         )
 
     async def _resized(

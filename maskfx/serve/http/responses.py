@@ -141,6 +141,7 @@ def properties(card: Card, pixels: int) -> Said:
         "takes": sorted(card.takes),
         "generates": card.generates,
         "site": card.site,
+        "controls": card.controls if "control" in card.takes else 0,
         "loras": card.loras,
     }
 

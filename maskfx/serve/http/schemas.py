@@ -49,6 +49,10 @@ class JsonSchema(GenerateJsonSchema):
     def bytes_schema(self, schema: core_schema.BytesSchema) -> JsonSchemaValue:
         return {"type": "string", "pattern": "^data:image/(png|jpeg|webp);base64,"}
 
+    def list_schema(self, schema: core_schema.ListSchema) -> JsonSchemaValue:
+        found = super().list_schema(schema)
+        return {"anyOf": [found, found["items"]]}  # one value stands for a list of one
+
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
         found = super().default_schema(schema)
         default = found.pop("default")

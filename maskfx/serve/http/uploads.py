@@ -1,4 +1,4 @@
-"""Decodes the files of a form: images, mask and control image.
+"""Decodes the files of a form: images, mask and control images.
 
 Owns the meaning of a mask: transparent = edit unless `mask_mode` is luminance; no mask is guessed.
 """
@@ -32,7 +32,7 @@ class PictureReader:
         self._codecs, self._limits = codecs, limits
 
     async def read(self, form: Form, kept: Pixels | None = None) -> Pictures:
-        """Decode the images, mask and control image of a form.
+        """Decode the images, mask and control images of a form.
 
         Args:
             form: The form.
@@ -42,8 +42,10 @@ class PictureReader:
         if isinstance(form, EditForm):
             check_mask_fields(form)
             masks = form
-        given, mask, control = await together(
-            self._images(files), self._mask(masks), self._control(form.control_image)
+        given, mask, controls = await together(
+            self._images(files, "image"),
+            self._mask(masks),
+            self._images(form.control_image, "control_image"),
         )
         images = tuple(one.pixels for one in given)
         if not given and kept is not None:
@@ -53,17 +55,14 @@ class PictureReader:
         if images and mask is not None:
             param = "mask" if masks is None or masks.mask_image is None else "mask_image"
             check_mask(mask, images[0], param)
-        return Pictures(images, mask, control)
+        return Pictures(images, mask, tuple(one.pixels for one in controls))
 
-    async def _images(self, files: Sequence[bytes]) -> list[Decoded]:
-        return list(await together(*(self._image(file, "image") for file in files)))
+    async def _images(self, files: Sequence[bytes], param: str) -> list[Decoded]:
+        return list(await together(*(self._image(file, param) for file in files)))
 
     async def _image(self, file: bytes, param: str) -> Decoded:
         data = await file_of(file, param, self._limits.body_bytes)
         return await self._codecs.decode(data, param, self._limits.image_pixels)
-
-    async def _control(self, file: bytes | None) -> Pixels | None:
-        return None if file is None else (await self._image(file, "control_image")).pixels
 
     async def _mask(self, form: EditForm | None) -> Mask | None:
         if form is None:

@@ -6,11 +6,12 @@ A parameter that the pipeline has no argument for is refused, never dropped.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from maskfx.errors import InputError
+from maskfx.serve.controls import check_controls, check_scales
 from maskfx.serve.errors import ApiError
 from maskfx.serve.request import Parameter, Request, parameters_of
 
@@ -18,6 +19,7 @@ from maskfx.serve.request import Parameter, Request, parameters_of
 GUIDANCE = ("guidance_scale", "true_cfg_scale")
 CALLBACK = "callback_on_step_end"
 TENSORS = "callback_on_step_end_tensor_inputs"
+T = TypeVar("T")
 NOTHING: Mapping[str, object] = {}
 # Arguments that the server sets on each call; a model's folder can't set them.
 OURS = frozenset(
@@ -37,6 +39,7 @@ class CallSignature:
     defaults: Mapping[str, object]
     told: Mapping[str, object] = field(default_factory=dict)  # values from the model's folder
     usual: Mapping[str, object] = field(default_factory=dict)  # defaults of the pipeline class
+    nets: int | None = None  # ControlNets that get lists of images; None: one gets an image
 
     @classmethod
     def of(cls, pipe: object, told: Mapping[str, object] = NOTHING) -> CallSignature:
@@ -49,7 +52,8 @@ class CallSignature:
         parameters = inspect.signature(call).parameters
         defaults = {name: each.default for name, each in parameters.items() if name != "self"}
         own = {name: value for name, value in told.items() if name in defaults}
-        return cls(defaults | own, own, defaults)
+        nets = getattr(getattr(pipe, "controlnet", None), "nets", None)
+        return cls(defaults | own, own, defaults, None if nets is None else len(nets))
 
     def check_told(self, where: str) -> None:
         """Raise InputError if the model's folder has an invalid value for an argument."""
@@ -94,6 +98,21 @@ class CallSignature:
         there = self.negates if parameter.name == "negative_prompt" else self.has(parameter.name)
         return parameter.name if parameter.argument and there else None
 
+    @property
+    def controls(self) -> int:
+        """The number of control images of a call that takes any."""
+        return self.nets or 1
+
+    def control(self, images: Sequence[T]) -> T | list[T]:
+        """Return the value of `control_image` for these images."""
+        return images[0] if self.nets is None else list(images)
+
+    def scale(self, scales: Sequence[float]) -> float | list[float]:
+        """Return the value of `controlnet_conditioning_scale`; one scale is for all nets."""
+        if self.nets is None:
+            return scales[0]
+        return [*scales] * self.nets if len(scales) == 1 else [*scales]
+
     def takes(self) -> set[str]:
         """Return the supported parameters, by the names of the fields of `Request`."""
         named = {
@@ -104,25 +123,24 @@ class CallSignature:
         found = {name for name, one in parameters_of().items() if self.argument(one) is not None}
         return found | {name for name, there in named.items() if there}
 
-    def check(self, request: Request, controlled: bool) -> None:
-        """Raise ApiError for unsupported parameters and for a missing control image."""
+    def check(self, request: Request, controls: int) -> None:
+        """Raise ApiError for unsupported parameters and for a wrong number of control images."""
         for parameter, _ in arguments_in(request):
             if self.argument(parameter) is None:
                 raise refused(parameter.name)
-        if controlled and not self.has("control_image"):
+        if self.has("control_image"):
+            check_controls(controls, self.controls)
+        elif controls:
             raise refused("control_image")
-        if self.has("control_image") and not controlled:
-            raise ApiError(
-                "missing_parameter",
-                "This model needs a control image; send one as control_image.",
-                param="control_image",
-            )
+        check_scales(request.control_scale, self.controls)
 
     def arguments(self, request: Request) -> dict[str, object]:
         """Return the call arguments for text and numbers; others keep their defaults."""
         found = dict(self.told)
         for parameter, value in arguments_in(request):
             found[self.argument(parameter) or parameter.name] = value
+        if request.control_scale is not None:
+            found["controlnet_conditioning_scale"] = self.scale(request.control_scale)
         # true_cfg_scale guides away from the negative prompt and has no effect without one
         if "true_cfg_scale" in found and self.negates:
             found.setdefault("negative_prompt", "")

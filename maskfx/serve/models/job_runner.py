@@ -118,7 +118,7 @@ class JobRunner:
     def _edit_of_generated(self, state: JobState, canvas: Canvas) -> Made | None:
         """Edit a generated picture by the recording of its generation; None if it can't be."""
         generator, request = self.family.generator, state.job.request
-        alone = len(state.pictures.images) == 1 and state.pictures.control is None
+        alone = len(state.pictures.images) == 1 and not state.pictures.controls
         set_otherwise = (request.strength, request.template) != (None, None)
         if generator is None or not alone or canvas.whole or set_otherwise:
             return None
@@ -209,9 +209,9 @@ class JobRunner:
 
     def _arguments(self, state: JobState, member: PipelineMember, canvas: Canvas) -> dict[str, Any]:
         """Return the call arguments shared by all calls of this job."""
-        request, control = state.job.request, state.pictures.control
+        request, controls = state.job.request, state.pictures.controls
         signature = member.signature
-        signature.check(request, control is not None)
+        signature.check(request, len(controls))
         if request.late_control == "late" and len(pipeline_state_of(member.pipe).denoisers) == 1:
             raise unsupported("control", "This model has no network beside its denoiser.")
         if request.late_parallel == "late" and self.engine.runner.ranks == 1:
@@ -226,9 +226,9 @@ class JobRunner:
             found["max_area"] = height * width
         if signature.has("generator"):
             found["generator"] = torch.Generator().manual_seed(request.seed)
-        if control is not None:
-            fitted = resized(control, canvas.size)
-            found["control_image"] = Image.fromarray(canvas.extended(fitted))
+        if controls:
+            fitted = (canvas.extended(resized(control, canvas.size)) for control in controls)
+            found["control_image"] = signature.control([*map(Image.fromarray, fitted)])
         return found
 
     def _loras(self, text: str) -> list[tuple[str, float]]:

@@ -154,6 +154,7 @@ class PipelineModel:
             generates=self.runner.warmth.generates,
             site=self.runner.warmth.site,
             slots=settings.max_num_seqs,
+            controls=signature.controls,
             margin=margin_sites(quality.margin, self.runner.warmth.site),
             every=quality.every,
             least=quality.least,

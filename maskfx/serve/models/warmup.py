@@ -135,7 +135,7 @@ def arguments_of(member: PipelineMember, canvas: Canvas, steps: int = STEPS) -> 
     if signature.has("generator"):
         given["generator"] = torch.Generator().manual_seed(0)
     if signature.has("control_image"):
-        given["control_image"] = canvas.image()
+        given["control_image"] = signature.control([canvas.image()] * signature.controls)
     return given
 
 

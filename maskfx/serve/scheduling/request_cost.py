@@ -28,6 +28,7 @@ def card_of(ready: Ready, name: str) -> Card:
         takes=frozenset(ready.takes),
         generates=ready.generates,
         site=ready.site,
+        controls=ready.controls,
         margin=ready.margin,
         every=ready.every,
         least=ready.least,

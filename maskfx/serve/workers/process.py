@@ -216,8 +216,7 @@ def pictures_of(job: Job, parts: Iterator[Part]) -> Pictures:
     """Read a job's pixels."""
     images = tuple(read(shape, parts) for shape in job.images)
     mask = None if job.mask is None else read(job.mask, parts).astype(bool)
-    control = None if job.control is None else read(job.control, parts)
-    return Pictures(images, mask, control)
+    return Pictures(images, mask, tuple(read(shape, parts) for shape in job.controls))
 
 
 def load_model(settings: ServeSettings, tell: Tell) -> Model:

@@ -70,7 +70,9 @@ def test_pictures_of_any_size_and_layout_come_back() -> None:
             for image in (large, large[::-1, ::2], np.asfortranarray(large), PICTURE[:1, :1]):
                 mask = np.zeros(image.shape[:2], bool)
                 mask[0, 0] = True
-                one = await made(front, request(images=(image,), mask=mask, control=large))
+                one = await made(
+                    front, request(images=(image,), mask=mask, controls=(large, large[::2]))
+                )
                 assert np.array_equal(one.pixels[-8:, 8:], image[-8:, 8:])
                 assert one.pixels.shape == image.shape
 

@@ -89,8 +89,8 @@ def test_fields_reach_the_frontend(server: Served) -> None:
     waited = server.frontend.waited[-1]  # at most until the deadline, while a model loads
     assert waited is not None
     assert 55 < waited <= 60
-    assert asked.pictures.control is not None
-    assert asked.pictures.control.shape == (48, 64, 3)
+    (control,) = asked.pictures.controls
+    assert control.shape == (48, 64, 3)
 
 
 def test_n_pictures_are_n_requests_with_seeds_in_a_row(server: Served) -> None:
@@ -193,8 +193,7 @@ def test_control_images_are_fitted_and_those_of_other_proportions_refused(server
     half = file(picture(32, 24, 5))
     for size, shape in (("auto", (48, 64, 3)), ("128x96", (96, 128, 3))):
         assert generated(half, size=size).status_code == 200
-        control = server.frontend.asked[-1].pictures.control
-        assert control is not None
+        (control,) = server.frontend.asked[-1].pictures.controls
         assert control.shape == shape
     before = len(server.frontend.asked)
     for refused in (
@@ -205,6 +204,50 @@ def test_control_images_are_fitted_and_those_of_other_proportions_refused(server
         assert (error["code"], error["param"]) == ("invalid_value", "control_image")
         assert "of the proportions of the picture, 64x" in error["message"]
     assert len(server.frontend.asked) == before
+
+
+def test_each_controlnet_gets_a_control_image_and_a_scale() -> None:
+    """They may be repeated, or in JSON a list; one that is no list is the only one."""
+    first, second = picture(seed=5), picture(seed=6)
+    asks: dict[str, Any] = {"prompt": "x", "control_image": [url(file(first)), url(file(second))]}
+    scale = "controlnet_conditioning_scale"
+    with (
+        served(cards=(replace(CARD, controls=2, takes=CARD.takes | {"control_scale"}),)) as server,
+        server.client() as client,
+    ):
+        parts: list[Any] = [("control_image", ("x.png", file(one))) for one in (first, second)]
+        parts += [(scale, (None, one)) for one in (b"0.5", b"1")]
+        parts += [("image", ("x.png", PICTURE)), ("prompt", (None, b"x"))]
+        edited = client.post("/v1/images/edits", files=parts)
+        assert edited.status_code == 200, edited.text
+        scales: list[Any] = [([0.5, 1], [0.5, 1.0]), (2, [2.0]), (None, None)]
+        for given, wanted in scales:
+            said = client.post("/v1/images/generations", json={**asks, scale: given})
+            assert said.status_code == 200, said.text
+            assert server.frontend.asked[-1].request.control_scale == wanted
+        for asked in server.frontend.asked:
+            assert np.array_equal(asked.pictures.controls, [first, second])
+        assert server.frontend.asked[0].request.control_scale == [0.5, 1.0]
+        template = client.post("/v1/templates", json={**asks, "image": url(PICTURE)})
+        assert template.status_code == 200, template.text
+        assert len(server.frontend.asked[-1].pictures.controls) == 2
+        assert client.get("/v1/models").json()["data"][0]["maskfx"]["controls"] == 2
+
+        wrong: list[tuple[str, Any, str]] = [
+            ("control_image", asks["control_image"][:1], "given 2 times, in the order of the "),
+            ("control_image", asks["control_image"][0], "model's ControlNets, not 1 times."),
+            ("control_image", asks["control_image"] * 2, "not 4 times."),
+            ("control_image", asks["control_image"] * 9, "at most 16 times, not 18."),
+            (scale, [1, 1, 1], "one number, or one per ControlNet, which are 2, not 3 numbers."),
+            (scale, [1, "x"], "a number from 0, at most 10, not 'x'."),
+            (scale, -1, "a number from 0, at most 10, not -1"),
+        ]
+        for field, given, message in wrong:
+            refused = client.post("/v1/images/generations", json={**asks, field: given})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, field)
+            assert error["code"] == "invalid_value"
+            assert message in error["message"]
 
 
 def test_data_urls_are_files(server: Served) -> None:
@@ -293,7 +336,7 @@ def test_templates_take_control_images_and_no_mask(server: Served) -> None:
         body = {"image": url(PICTURE), "control_image": url(PICTURE)}
         assert client.post("/v1/templates", json=body).status_code == 200
         asked = server.frontend.asked[-1]
-        assert np.array_equal(asked.pictures.control, picture())  # type: ignore[arg-type]
+        assert np.array_equal(asked.pictures.controls, [picture()])
 
 
 def test_streams_tell_previews_then_the_result(server: Served) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from maskfx.serve.errors import ApiError
 from maskfx.serve.models.call_signature import CallSignature
 from tests.factories.served import job
 
@@ -35,3 +37,61 @@ def test_true_guidance_that_a_folder_tells_is_on(
         job(prompt="", steps=None, negative_prompt="rain").request
     )
     assert said["negative_prompt"] == "rain"
+
+
+class ControlledPipe:
+    """A pipeline with this number of ControlNets; None: one that isn't in a list."""
+
+    def __init__(self, nets: int | None) -> None:
+        self.controlnet = SimpleNamespace(**({} if nets is None else {"nets": [None] * nets}))
+
+    def __call__(
+        self,
+        prompt: str = "",
+        control_image: Any = None,
+        controlnet_conditioning_scale: float | list[float] = 1.0,
+    ) -> None: ...
+
+
+SCALE = "controlnet_conditioning_scale"
+
+
+@pytest.mark.parametrize(
+    ("nets", "images", "scales", "control", "scale"),
+    [
+        (None, ["a"], [0.5], "a", 0.5),
+        (None, ["a"], None, "a", None),
+        (1, ["a"], [0.5], ["a"], [0.5]),
+        (2, ["a", "b"], [0.5], ["a", "b"], [0.5, 0.5]),
+        (2, ["a", "b"], [0.5, 1.0], ["a", "b"], [0.5, 1.0]),
+    ],
+)
+def test_several_controlnets_get_lists_of_images_and_scales(
+    nets: int | None, images: list[str], scales: Any, control: Any, scale: Any
+) -> None:
+    signature = CallSignature.of(ControlledPipe(nets))
+    request = job(prompt="a hat", steps=None, control_scale=scales).request
+    signature.check(request, len(images))
+    assert signature.control(images) == control
+    assert signature.arguments(request).get(SCALE) == scale
+
+
+@pytest.mark.parametrize(
+    ("nets", "images", "scales", "code", "message"),
+    [
+        (None, 0, None, "missing_parameter", "send one as control_image"),
+        (None, 2, None, "invalid_value", "control_image must be given once, not 2 times"),
+        (2, 0, None, "missing_parameter", "control_image must be given 2 times, in the order of"),
+        (2, 1, None, "invalid_value", "in the order of the model's ControlNets, not 1 times"),
+        (None, 1, [1.0, 1.0], "invalid_value", f"{SCALE} must be one number, not 2 numbers"),
+        (2, 2, [1.0] * 3, "invalid_value", "or one per ControlNet, which are 2, not 3 numbers"),
+    ],
+)
+def test_another_number_of_control_images_or_scales_is_refused(
+    nets: int | None, images: int, scales: Any, code: str, message: str
+) -> None:
+    request = job(prompt="a hat", steps=None, control_scale=scales).request
+    with pytest.raises(ApiError, match=message) as caught:
+        CallSignature.of(ControlledPipe(nets)).check(request, images)
+    assert caught.value.code == code
+    assert caught.value.param == (SCALE if len(scales or ()) > 1 else "control_image")

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+import maskfx
 from maskfx.errors import InputError
 from maskfx.serve.models.model_source import load_pipeline
+from tests.factories import pipelines
+from tests.factories.served import SIDE, Served, build, edit, job, picture, square
 from tests.factories.shipped import ship_unet
+from tests.factories.zoo import SD15
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +38,30 @@ def save_net(model: Path, folder: Path, seed: int) -> None:
         unet, conditioning_channels=3, load_weights_from_unet=False
     )
     net.save_pretrained(folder, safe_serialization=True)
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, with two ControlNets of other weights beside it."""
+    folder = tmp_path_factory.mktemp("spoken")
+    build("StableDiffusionInpaintPipeline").save_pretrained(folder / "model")
+    for seed in (1, 2):
+        net: Any = pipelines.control_net(SD15, seed)
+        net.save_pretrained(folder / f"net-{seed}")
+    return folder
+
+
+def nets_of(spoken: Path) -> list[str]:
+    return [str(spoken / f"net-{seed}") for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def served(spoken: Path) -> Iterator[Served]:
+    made = Served(
+        None, model=str(spoken / "model"), controlnets=nets_of(spoken), quality="faithful"
+    )
+    yield made
+    made.model.close()
 
 
 def test_a_model_gets_one_controlnet_or_several(model: Path, tmp_path: Path) -> None:
@@ -52,3 +84,69 @@ def test_what_is_no_controlnet_is_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="can't be loaded.*the folder of a ControlNet"):
         load_pipeline(str(model), "float32", "cpu", [str(tmp_path / "empty")])
+
+
+CONTROLS = (picture(5), picture(6))
+
+
+@pytest.mark.slow
+def test_edits_with_two_are_those_of_the_pipeline_by_hand(spoken: Path, served: Served) -> None:
+    """Each net gets its own control image and its own scale."""
+    ready = served.model.ready()
+    assert ready.controls == 2
+    assert {"control", "control_scale"} <= set(ready.takes)
+    direct: Any = maskfx.compile(
+        load_pipeline(str(spoken / "model"), "float32", "cpu", nets_of(spoken)), quality="faithful"
+    )
+
+    def by_hand(controls: tuple[Any, ...], **more: Any) -> Any:
+        result = direct(
+            "a cat",
+            image=Image.fromarray(picture(1)),
+            mask_image=Image.fromarray(square().astype(np.uint8) * 255),
+            control_image=[*map(Image.fromarray, controls)],
+            num_inference_steps=3,
+            strength=1.0,
+            height=SIDE,
+            width=SIDE,
+            generator=torch.Generator().manual_seed(4),
+            **more,
+        )
+        return np.asarray(result.images[0]).astype(int)
+
+    def apart(one: Any, other: Any) -> int:
+        return int(np.abs(one.astype(int) - other).max())
+
+    made = []
+    for id, scales in (("a", None), ("b", [0.7]), ("c", [1.0, 0.2])):
+        asked = job(id, seed=4, strength=1.0, control_scale=scales)
+        made.append(served.made(asked, edit(1, controls=CONTROLS)).pixels)
+        each = [0.7, 0.7] if scales == [0.7] else scales
+        more = {} if each is None else {"controlnet_conditioning_scale": each}
+        assert apart(made[-1], by_hand(CONTROLS, **more)) <= 1
+    assert apart(made[0], made[2]) > 1
+    assert apart(made[2], by_hand(CONTROLS[::-1], controlnet_conditioning_scale=[1.0, 0.2])) > 1
+    assert apart(made[1], made[2]) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("controls", "scales", "code", "param", "message"),
+    [
+        ((), None, "missing_parameter", "control_image", "given 2 times, .*, not 0 times"),
+        (CONTROLS[:1], None, "invalid_value", "control_image", "given 2 times, .*, not 1 times"),
+        (
+            CONTROLS,
+            [0.1, 0.2, 0.3],
+            "invalid_value",
+            "controlnet_conditioning_scale",
+            "one number, or one per ControlNet, which are 2, not 3 numbers",
+        ),
+    ],
+)
+def test_another_number_of_control_images_or_scales_is_refused(
+    served: Served, controls: Any, scales: Any, code: str, param: str, message: str
+) -> None:
+    failed = served.failed(job(control_scale=scales), edit(1, controls=controls))
+    assert (failed.code, failed.param) == (code, param)
+    assert re.search(message, failed.message)

@@ -46,10 +46,10 @@ def test_a_kind_is_served(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made_by == generates
     assert ready.generates
     assert ready.site == site
-    control = picture(5) if name == CONTROL else None
-    assert ("control" in ready.takes) is (control is not None)
+    control = (picture(5),) if name == CONTROL else ()
+    assert ("control" in ready.takes) is bool(control)
     check_edits(served, control)
-    drawn = served.made(job(kind="generate"), Pictures(control=control))
+    drawn = served.made(job(kind="generate"), Pictures(controls=control))
     assert drawn.pixels is not None
     assert drawn.pixels.std() > 0
     served.model.close()
@@ -57,16 +57,16 @@ def test_a_kind_is_served(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check_edits(served: Served, control: Any) -> None:
     """Edits keep what isn't masked; templates are of the picture, whatever the mask."""
-    first = served.made(job("a"), edit(1, control=control))
+    first = served.made(job("a"), edit(1, controls=control))
     assert first.pixels is not None
     assert np.array_equal(first.pixels[~square()], picture(1)[~square()])
     assert not np.array_equal(first.pixels[square()], picture(1)[square()])
-    again = served.made(job("b"), edit(1, control=control))
+    again = served.made(job("b"), edit(1, controls=control))
     assert np.array_equal(first.pixels, again.pixels)  # type: ignore[arg-type]
     recording = job("r", "record", template="mine")
-    recorded = served.made(recording, Pictures((picture(2),), control=control))
+    recorded = served.made(recording, Pictures((picture(2),), controls=control))
     served.told.steps.clear()
-    edited = served.made(job("e", template="mine"), edit(2, control=control))
+    edited = served.made(job("e", template="mine"), edit(2, controls=control))
     assert edited.template_bytes == recorded.template_bytes
     assert edited.mask_ratio == pytest.approx(share_of(square(), served))
     assert len({step.sites for step in served.told.steps}) == 1, "nothing was recorded again"
@@ -90,7 +90,7 @@ def test_a_control_image_is_asked_for() -> None:
 
 def test_late_results_of_a_control_net_are_a_field() -> None:
     """In a request without the field they come in time."""
-    served, given = Served(build(CONTROL)), edit(1, control=picture(5))
+    served, given = Served(build(CONTROL)), edit(1, controls=(picture(5),))
     assert "late_control" in served.model.ready().takes
     made = [
         served.made(job(id, late_control=control, **MORE), given).pixels

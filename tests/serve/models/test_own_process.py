@@ -18,9 +18,9 @@ CONTROL = "StableDiffusionControlNetInpaintPipeline"
 
 @pytest.mark.slow
 def test_edits_are_those_without_and_processes_are_counted() -> None:
-    control = picture(5)
+    controls = (picture(5),)
     usual = Served(build(CONTROL))
-    wanted = [usual.made(job("a", seed=s), edit(1, control=control)).pixels for s in (1, 2)]
+    wanted = [usual.made(job("a", seed=s), edit(1, controls=controls)).pixels for s in (1, 2)]
     usual.model.close()
     served = Served(
         build(CONTROL),
@@ -30,7 +30,7 @@ def test_edits_are_those_without_and_processes_are_counted() -> None:
         own_process_seconds=200,
     )
     try:
-        found = [served.made(job("a", seed=s), edit(1, control=control)).pixels for s in (1, 2)]
+        found = [served.made(job("a", seed=s), edit(1, controls=controls)).pixels for s in (1, 2)]
         for one, other in zip(found, wanted, strict=True):
             assert one is not None
             assert other is not None

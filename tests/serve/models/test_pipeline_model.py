@@ -476,7 +476,7 @@ def test_errors_are_told_without_paths_and_hosts(
     [
         (job(lora="../one"), edit(), "lora_not_found", "lora"),
         (job(), Pictures((picture(), picture(1)), square()), "invalid_value", "image"),
-        (job(), edit(control=picture()), "unsupported_parameter", "control_image"),
+        (job(), edit(controls=(picture(),)), "unsupported_parameter", "control_image"),
         (job(kind="generate"), edit(), "unsupported_parameter", "image"),
         (job(kind="generate", strength=0.5), Pictures(), "unsupported_parameter", "strength"),
     ],
