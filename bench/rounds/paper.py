@@ -236,8 +236,7 @@ class PaperScheduler:
                 seconds = self.profile.step(group.degree, [m.request.work for m in members])
                 steps = min(max(m.request.left for m in members), floor(length / seconds + EDGE))
                 suffers = any(
-                    m.request.due + EDGE
-                    >= now + m.request.left * m.least  # not late yet
+                    m.request.due + EDGE >= now + m.request.left * m.least  # not late yet
                     and now + m.request.left * seconds > m.due + EDGE
                     for m in members
                 )

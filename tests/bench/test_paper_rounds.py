@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.rounds.paper import Allocation, PaperScheduler, cheapest
-from bench.rounds.simulation import Machine, simulate_rounds
+from bench.rounds.simulation import Machine, RoundSimulation
 from bench.rounds.workloads import STEPS, Arrivals, dense, flux_costs, images
 from maskfx.serve.scheduling.allocation import StepTimes
 from maskfx.serve.scheduling.placement import Devices
@@ -79,5 +79,5 @@ def test_late_requests_run_on_what_is_left_or_are_dropped() -> None:
 
 def test_every_request_ends() -> None:
     demands = images(Arrivals("uniform", burst=2.0), 60, seed=3)
-    outcome = simulate_rounds(PaperScheduler(COSTS, 8), demands, Machine())
+    outcome = RoundSimulation(PaperScheduler(COSTS, 8), demands, Machine()).run()
     assert set(outcome.ended) == {d.id for d in demands}
