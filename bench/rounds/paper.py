@@ -69,6 +69,7 @@ class PaperScheduler:
         granularity: Steps in a round of the slowest request on the largest group.
         margin: Share of the time until a deadline that is kept; 0 as printed.
         drop: Whether late requests are dropped; else they get idle devices only, as printed.
+        batch: Requests in a group at most.
     """
 
     profile: StepProfile
@@ -76,6 +77,7 @@ class PaperScheduler:
     granularity: int = 5
     margin: float = 0.0
     drop: bool = False
+    batch: int = BATCH
     _times: dict[Work, dict[int, float]] = field(default_factory=dict)
 
     def decide(self, now: float, requests: Sequence[RoundRequest]) -> Round:
@@ -230,7 +232,7 @@ class PaperScheduler:
                 continue
             for group in groups:
                 first = group.members[0].request.work
-                if len(group.members) == BATCH or first.whole != one.request.work.whole:
+                if len(group.members) >= self.batch or first.whole != one.request.work.whole:
                     continue
                 members = [*group.members, one]
                 seconds = self.profile.step(group.degree, [m.request.work for m in members])

@@ -129,8 +129,15 @@ def join(
         return
     shortest = sorted((draft.seconds, number) for number, draft in enumerate(drafts))
     missed = 0
+    slower: set[int] = set()  # kinds of requests whose joint steps don't pay in any of the groups
     for request in waiting:
         found: tuple[float, int, Draft] | None = None
+        pays = False
+        if id(request.times) in slower:
+            missed += 1
+            if missed == MISSES:
+                break
+            continue
         own = memo.of(request.request.work).totals
         for entry in shortest[:TRIALS]:
             draft = drafts[entry[1]]
@@ -140,6 +147,7 @@ def join(
             seconds = memo.profile.seconds(draft.degree, totals)
             gain = (draft.seconds + request.times.seconds[draft.degree]) / seconds
             least = max(settings.gain, found[0] if found else 0.0)
+            pays |= gain >= settings.gain
             if gain >= least and seconds <= longest:
                 members = [*draft.members, request]
                 if not _harms(members, seconds, length):
@@ -150,6 +158,10 @@ def join(
             drafts[number] = trial
             if len(trial.members) < settings.batch:
                 insort(shortest, (trial.seconds, number))
+        if not pays:
+            slower.add(id(request.times))
+        if found:
+            slower.clear()
         missed = 0 if found else missed + 1
         if missed == MISSES or not shortest:
             break

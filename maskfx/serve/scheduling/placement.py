@@ -227,7 +227,7 @@ def _block_layouts(
 ) -> dict[Counts, GroupLayout]:
     """Return the best layout of a block for each count of sizes that it can get."""
     here = [g for g in groups if g.home is not None and first <= g.home.start < first + BLOCK]
-    halves = [_half_layouts(at, end, here) for at in (first, first + HALF)]
+    halves = [_half_layouts(at, end, here, wanted) for at in (first, first + HALF)]
     whole = next((g for g in here if g.home is not None and g.home.size == BLOCK), None)
     found: dict[Counts, GroupLayout] = {}
     for (left, one), (right, two) in product(halves[0].items(), halves[1].items()):
@@ -245,14 +245,17 @@ def _block_layouts(
     return found
 
 
-def _half_layouts(first: int, end: int, here: Sequence[PlacedGroup]) -> dict[Counts, GroupLayout]:
+def _half_layouts(
+    first: int, end: int, here: Sequence[PlacedGroup], wanted: Counts
+) -> dict[Counts, GroupLayout]:
     found: dict[Counts, GroupLayout] = {}
     homes = [g for g in here if g.home is not None and g.home.size < BLOCK]
-    for places in _half_places():
+    for places, counts in _half_places():
+        if any(n > most for n, most in zip(counts, wanted, strict=True)):
+            continue
         moved = tuple(Devices(first + start, size) for start, size in places)
         if any(at.start + at.size > end for at in moved):
             continue
-        counts = tuple(sum(at.size == size for at in moved) for size in DEGREES)
         _improve(found, counts, GroupLayout(_count_stays(moved, homes), moved))
     return found
 
@@ -263,10 +266,13 @@ def _improve(found: dict[Counts, GroupLayout], counts: Counts, layout: GroupLayo
 
 
 @cache
-def _half_places() -> tuple[tuple[Devices, ...], ...]:
-    """Return all sets of disjoint places within four devices."""
+def _half_places() -> tuple[tuple[tuple[Devices, ...], Counts], ...]:
+    """Return all sets of disjoint places within four devices, and how many of each size it has."""
     every = [at for size in (1, 2, 3, 4) for at in positions(size, 0, HALF)]
-    return tuple(_disjoint_sets(every, 0b0000))
+    return tuple(
+        (places, tuple(sum(at.size == size for at in places) for size in DEGREES))
+        for places in _disjoint_sets(every, 0b0000)
+    )
 
 
 def _disjoint_sets(every: Sequence[Devices], taken: int) -> Iterator[tuple[Devices, ...]]:
