@@ -4,10 +4,15 @@
 
 Writes bench/results/rounds.json. Parts: `scales` (both mixes of resolutions, Poisson and bursty, by
 SLO scale), `rates`, `homogeneous` (one resolution), `granularity` (steps of a round), `edits`
-(masked edits) and `decisions` (milliseconds of a decision; the only part that measures this
-machine). Of each condition: the share of requests in time, in the mean over seeds, for rounds and
-for each fixed degree, first come, first served, as in the paper (`fcfs`), and with earliest
-deadline or shortest request first, with late requests dropped or not.
+(masked edits), `efficiencies` (other assumed step times), `fleets` (more devices), `optimum` (a few
+requests against an integer program) and `decisions` (milliseconds of a decision; the only part that
+measures this machine). Of each condition: the share of requests in time, in the mean over seeds,
+
+- for rounds (`rounds`), and for rounds in which nothing starts before the border (`at_borders`);
+- for the paper's Algorithm 1 as printed, with rounds of five steps (`paper`), and with late
+  requests dropped, a margin, and the best of several lengths of a round (`paper_favoured`);
+- for each fixed degree, first come, first served, as in the paper (`fcfs`), and with earliest
+  deadline or shortest request first, with late requests dropped or not.
 """
 
 from __future__ import annotations
@@ -16,14 +21,25 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.rounds.simulation import ORDERS, Machine, Outcome, simulate_fixed, simulate_rounds
+from bench.rounds.optimum import TRIED, Job, best_list, bound
+from bench.rounds.paper import PaperScheduler
+from bench.rounds.simulation import (
+    ORDERS,
+    Machine,
+    Outcome,
+    RoundSimulation,
+    simulate_fixed,
+    simulate_rounds,
+)
 from bench.rounds.workloads import (
+    LOWER,
     RATES,
     REQUESTS,
     SCALES,
@@ -41,17 +57,24 @@ from bench.rounds.workloads import (
 from maskfx.serve.scheduling.degree_costs import DegreeCosts
 from maskfx.serve.scheduling.knapsack import Option, choose_options
 from maskfx.serve.scheduling.load import Demand, Work
-from maskfx.serve.scheduling.round_plan import RoundRequest, RoundSettings
+from maskfx.serve.scheduling.round_plan import Round, RoundRequest, RoundSettings
 from maskfx.serve.scheduling.rounds import RoundScheduler
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-PARTS = ("scales", "rates", "homogeneous", "granularity", "edits", "decisions")
+COMPARED = ("scales", "rates", "homogeneous", "granularity", "edits")  # the margins are of these
+PARTS = (*COMPARED, "efficiencies", "fleets", "optimum", "decisions")
 SEEDS = (11, 12, 13)
 DEVICES = 8
 DEGREES = (1, 2, 4, 8)
 GRANULARITIES = (1, 2, 5, 10)
+DECISIONS = ((20, 8), (64, 8), (200, 8), (200, 64), (1000, 512))  # requests, devices
 EDIT_LOADS = (0.5, 0.8, 1.0)
 EDIT_SCALES = (1.0, 1.2, 1.5)
+FLEETS = (8, 32, 64)
+MARGINS = (
+    "points_above_fcfs", "points_above_best", "points_above_paper", "points_above_paper_favoured",
+    "points_by_late_comers",
+)  # fmt: skip
 MACHINE = Machine()
 
 Row = dict[str, Any]
@@ -76,7 +99,9 @@ def fixed(costs: DegreeCosts, asked: Sequence[Sequence[Demand]]) -> Row:
     return found
 
 
-def compared(costs: DegreeCosts, draw: Draw, what: Row, settings: RoundSettings) -> Row:
+def compared(
+    costs: DegreeCosts, draw: Draw, what: Row, settings: RoundSettings, *, paper: bool = True
+) -> Row:
     asked = [draw(seed) for seed in SEEDS]
     others = fixed(costs, asked)
     done = rounds(costs, asked, settings)
@@ -86,6 +111,9 @@ def compared(costs: DegreeCosts, draw: Draw, what: Row, settings: RoundSettings)
         "rounds_least": min(shares),
         "rounds_most": max(shares),
         "by_sites": by_sites(done, asked),
+        "at_borders": statistics.mean(
+            o.in_time(d) for o, d in zip(rounds(costs, asked, settings, True), asked, strict=True)
+        ),
         "fixed": others,
         "best_fcfs": max(others["fcfs"].values()),
         "best_fixed": max(max(shares.values()) for shares in others.values()),
@@ -93,6 +121,10 @@ def compared(costs: DegreeCosts, draw: Draw, what: Row, settings: RoundSettings)
         "rounds_made": sum(o.rounds for o in done),
         "decision_ms": 1e3 * statistics.mean(t for o in done for t in o.decisions),
     }
+    if paper:
+        row |= papers(costs, asked)
+        for name in ("paper", "paper_favoured"):
+            row[f"points_above_{name}"] = 100 * (row["rounds"] - row[name])
     row["points_above_fcfs"] = 100 * (row["rounds"] - row["best_fcfs"])
     row["points_above_best"] = 100 * (row["rounds"] - row["best_fixed"])
     print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "fixed"},
@@ -101,12 +133,37 @@ def compared(costs: DegreeCosts, draw: Draw, what: Row, settings: RoundSettings)
 
 
 def rounds(
-    costs: DegreeCosts, asked: Sequence[Sequence[Demand]], settings: RoundSettings
+    costs: DegreeCosts,
+    asked: Sequence[Sequence[Demand]],
+    settings: RoundSettings,
+    at_borders: bool = False,
 ) -> list[Outcome]:
     return [
-        simulate_rounds(RoundScheduler(costs, DEVICES, settings), demands, MACHINE, seed)
+        simulate_rounds(
+            RoundScheduler(costs, DEVICES, settings), demands, MACHINE, seed, at_borders=at_borders
+        )
         for demands, seed in zip(asked, SEEDS, strict=True)
     ]
+
+
+def papers(costs: DegreeCosts, asked: Sequence[Sequence[Demand]]) -> Row:
+    """The share in time of the paper's algorithm, as printed and favoured."""
+
+    def share(**given: Any) -> float:
+        return statistics.mean(
+            RoundSimulation(PaperScheduler(costs, DEVICES, **given), demands, MACHINE, seed)
+            .run()
+            .in_time(demands)
+            for demands, seed in zip(asked, SEEDS, strict=True)
+        )
+
+    margin = RoundSettings().margin
+    favoured = {n: share(granularity=n, margin=margin, drop=True) for n in GRANULARITIES}
+    return {
+        "paper": share(),
+        "paper_favoured": max(favoured.values()),
+        "paper_favoured_by_granularity": {str(n): value for n, value in favoured.items()},
+    }
 
 
 def by_sites(done: Sequence[Outcome], asked: Sequence[Sequence[Demand]]) -> Row:
@@ -120,10 +177,18 @@ def by_sites(done: Sequence[Outcome], asked: Sequence[Sequence[Demand]]) -> Row:
 # The parts.
 
 
-def dense_row(arrivals: Arrivals, count: int, granularity: int | None = None) -> Row:
+def dense_row(
+    arrivals: Arrivals,
+    count: int,
+    granularity: int | None = None,
+    efficiency: str = next(iter(LOWER)),
+) -> Row:
     settings = RoundSettings() if granularity is None else RoundSettings(granularity=granularity)
     what = arrivals.describe() | ({} if granularity is None else {"granularity": granularity})
-    return compared(flux_costs(), lambda seed: images(arrivals, count, seed), what, settings)
+    costs = flux_costs(LOWER[efficiency])
+    what |= {"efficiency": efficiency}
+    paper = granularity is None
+    return compared(costs, lambda seed: images(arrivals, count, seed), what, settings, paper=paper)
 
 
 def scales(count: int) -> list[Row]:
@@ -166,6 +231,80 @@ def edited(count: int) -> list[Row]:
     return found
 
 
+def efficiencies(count: int) -> list[Row]:
+    return [
+        dense_row(Arrivals(mix, scale=scale), count, efficiency=name)
+        for name in LOWER
+        for mix in ("uniform", "skewed")
+        for scale in (SCALES[0], SCALES[-1])
+    ]
+
+
+def fleets(count: int) -> list[Row]:
+    """Edits on more devices, at a load that grows with them; five minutes of requests each."""
+    costs, found = edit_costs(), []
+    for devices in FLEETS:
+        for load in EDIT_LOADS:
+            arrivals = Arrivals("edits", edit_rate(costs, devices, load), 1.2)
+            number = max(8, count * devices // 16)
+            demands = edits(arrivals, costs, number, SEEDS[0])
+            scheduler = RoundScheduler(costs, devices)
+            done = simulate_rounds(scheduler, demands, MACHINE, SEEDS[0])
+            row = arrivals.describe() | {"devices": devices, "load": load, "requests": number}
+            row["rounds"] = done.in_time(demands)
+            for degree in (1, 2):
+                row[f"fixed {degree}, edf, late dropped"] = simulate_fixed(
+                    costs, devices, degree, "edf", demands, MACHINE, drop=True, seed=SEEDS[0]
+                ).in_time(demands)
+            row["decision_ms"] = 1e3 * statistics.mean(done.decisions)
+            found.append(row)
+            print(row, flush=True)
+    return found
+
+
+def optimum(count: int) -> list[Row]:
+    """2 to 6 images that wait on four devices: how many are in time, and how many could be."""
+    costs, draw = flux_costs(), np.random.default_rng(0)
+    exact, alone = Machine(overhead=0.0, error=0.0), RoundSettings(margin=0.0, batch=1)
+    found: list[Row] = []
+    for _ in range(max(10, 2 * count)):
+        asked = int(draw.integers(2, 7))
+        demands, jobs = [], []
+        for number, side in enumerate(draw.choice(list(TOKENS), asked).tolist()):
+            work = dense(side)
+            seconds = {k: costs.step(k, [work]) for k in (1, 2, 4)}
+            due = work.steps * seconds[4] * float(draw.uniform(1, 1 + asked / 2))
+            demands.append(Demand(str(number), work, 0.0, due))
+            jobs.append(Job(work.steps, seconds, due))
+        ours = simulate_rounds(RoundScheduler(costs, 4, alone), demands, exact)
+        theirs = RoundSimulation(PaperScheduler(costs, 4, drop=True, batch=1), demands, exact)
+        row = {
+            "requests": asked,
+            "rounds": round(asked * ours.in_time(demands)),
+            "paper_favoured": round(asked * theirs.run().in_time(demands)),
+            "bound": bound(jobs, 4),
+        }
+        if asked <= TRIED:
+            row["best_list"] = best_list(jobs, 4)
+        found.append(row)
+    print(gaps(found), flush=True)
+    return found
+
+
+def gaps(rows: Sequence[Row]) -> Row:
+    """Sums over the cases of `optimum`."""
+    small = [row for row in rows if "best_list" in row]
+    names = ("requests", "rounds", "paper_favoured", "bound")
+    return {
+        "cases": len(rows),
+        "in_time": {name: sum(row[name] for row in rows) for name in names},
+        "equal_to_bound": sum(row["rounds"] == row["bound"] for row in rows),
+        "small_cases": len(small),
+        "small_in_time": {n: sum(row[n] for row in small) for n in (*names, "best_list")},
+        "small_below_best_list": sum(row["rounds"] < row["best_list"] for row in small),
+    }
+
+
 def decisions(count: int) -> list[Row]:
     """Milliseconds of a decision about many requests, of which the knapsack alone."""
     found = []
@@ -174,31 +313,51 @@ def decisions(count: int) -> list[Row]:
         "images": (flux_costs(), lambda: dense(int(draw.choice(list(TOKENS))))),
         "edits": (edit_costs(), lambda: edit(int(draw.choice(SIDES)), float(draw.beta(1, 4)))),
     }
-    for devices in (8, 16, 32, 64):
+    for requests, devices in DECISIONS:
         for name, (costs, work) in kinds.items():
-            for requests in (20, 200):
-                asked = [many(requests, devices, work, draw) for _ in range(max(3, count // 60))]
-                row = {"devices": devices, "requests": requests, "kind": name}
-                found.append(row | decision_times(RoundScheduler(costs, devices), asked, draw))
-                print(found[-1], flush=True)
+            asked = [many(requests, devices, work, draw) for _ in range(max(3, count // 30))]
+            row = {"devices": devices, "requests": requests, "kind": name}
+            found.append(row | decision_times(RoundScheduler(costs, devices), asked, draw))
+            print(found[-1], flush=True)
     return found
 
 
 def decision_times(
     scheduler: RoundScheduler, asked: Sequence[list[RoundRequest]], draw: np.random.Generator
 ) -> Row:
+    """Times of first decisions, of those a round later, where requests have devices, and alone."""
+    first, later = [], []
+    for requests in asked:
+        scheduler.decide(0.0, requests)  # step times by kind are computed once
+        first.append(seconds_of(partial(scheduler.decide, 0.0, requests)))
+        after, now = a_round_later(scheduler.decide(0.0, requests), requests)
+        later.append(seconds_of(partial(scheduler.decide, now, after)))
     weights = (0, 1, 2, 4, 8)
     groups = [
         [Option(w, float(v)) for w, v in zip(weights, draw.random(5), strict=True)]
         for _ in asked[0]
     ]
-    scheduler.decide(0.0, asked[0])  # step times by kind are computed once
-    whole = [seconds_of(partial(scheduler.decide, 0.0, requests)) for requests in asked]
     alone = [seconds_of(partial(choose_options, groups, scheduler.devices)) for _ in asked]
     return {
-        "decision_ms": 1e3 * statistics.median(whole),
+        "decision_ms": 1e3 * statistics.median(first),
+        "decision_ms_most": 1e3 * max(first),
+        "later_decision_ms": 1e3 * statistics.median(later),
+        "later_decision_ms_most": 1e3 * max(later),
         "knapsack_ms": 1e3 * statistics.median(alone),
     }
+
+
+def a_round_later(
+    decided: Round, requests: Sequence[RoundRequest]
+) -> tuple[list[RoundRequest], float]:
+    """The requests that are left after a round, with their devices, and its end."""
+    made = {id: (steps, g.devices) for g in decided.groups for id, steps in g.steps.items()}
+    found = []
+    for request in requests:
+        steps, home = made.get(request.id, (0, None))
+        if request.id not in decided.drops and steps < request.left:
+            found.append(replace(request, left=request.left - steps, home=home))
+    return found, decided.start + decided.length
 
 
 def many(
@@ -226,16 +385,23 @@ MAKERS: dict[str, Callable[[int], list[Row]]] = {
     "homogeneous": homogeneous,
     "granularity": granularity,
     "edits": edited,
+    "efficiencies": efficiencies,
+    "fleets": fleets,
+    "optimum": optimum,
     "decisions": decisions,
 }
 
 
 def summary(result: Row) -> Row:
     """The margins that are asked for: above the best fixed degree, least and most."""
-    rows = [row for part in PARTS[:-1] for row in result.get(part, [])]
+    rows = [row for part in COMPARED for row in result.get(part, [])]
     found: Row = {}
-    for key in ("points_above_fcfs", "points_above_best"):
-        margins = [row[key] for row in rows]
+    if "optimum" in result:
+        found["optimum"] = gaps(result["optimum"])
+    for row in rows:
+        row["points_by_late_comers"] = 100 * (row["rounds"] - row["at_borders"])
+    for key in MARGINS:
+        margins = [row[key] for row in rows if key in row]
         if margins:
             found[key] = {
                 "least": min(margins),

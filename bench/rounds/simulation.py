@@ -10,7 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -33,6 +35,7 @@ class Outcome:
     busy: float = 0.0  # device-seconds of groups at work
     rounds: int = 0
     moves: int = 0
+    within: int = 0  # groups that started within a round
 
     def in_time(self, demands: Sequence[Demand]) -> float:
         return sum(self.ended.get(d.id, inf) <= d.due + EDGE for d in demands) / len(demands)
@@ -61,21 +64,48 @@ class Active:
     home: Devices | None = None
 
 
+class Decider(Protocol):
+    """Decides about a round when all devices are free."""
+
+    devices: int
+
+    def decide(self, now: float, requests: Sequence[RoundRequest]) -> Round: ...
+
+
+# Decides about free devices until the border: the time, the border, busy devices, other requests.
+Within = Callable[[float, float, Sequence[Devices], Sequence[RoundRequest]], Round]
+
+
+class RunningGroup(NamedTuple):
+    """A group at work, and when it ends."""
+
+    end: float
+    number: int
+    devices: Devices
+    ids: frozenset[str]
+
+
 class RoundSimulation:
-    """Carries out rounds, each until all of its groups have made their steps."""
+    """Carries out rounds, each until all of its groups have made their steps.
+
+    within: decides whenever a device is free before that; None: nothing starts within a round.
+    """
 
     def __init__(
         self,
-        scheduler: RoundScheduler,
+        scheduler: Decider,
         demands: Sequence[Demand],
         machine: Machine,
         seed: int = 0,
+        within: Within | None = None,
     ) -> None:
-        self.scheduler, self.machine = scheduler, machine
+        self.scheduler, self.machine, self.within = scheduler, machine, within
         self.outcome = Outcome()
         self._draw = np.random.default_rng(seed)
         self._coming = deque(demands)
         self._active: dict[str, Active] = {}
+        self._running: list[RunningGroup] = []  # a heap
+        self._started = 0
 
     def run(self) -> Outcome:
         """Until all requests are done or dropped. A round begins at once where nothing runs."""
@@ -83,61 +113,97 @@ class RoundSimulation:
         while self._active or self._coming:
             if not self._active:
                 now = max(now, self._coming[0].arrived)
-            while self._coming and self._coming[0].arrived <= now:
-                demand = self._coming.popleft()
-                self._active[demand.id] = Active(demand, demand.work.steps)
-            if self.machine.ends_late:
-                self._end_late(now)
+            self._arrive(now)
             if not self._active:
                 continue
-            decided = self._timed(now)
-            for id in decided.drops:
-                self.outcome.dropped.add(id)
-                del self._active[id]
-            assert decided.groups or not self._active, f"a round without steps at {now}: {decided}"
-            now = self._carry_out(now, decided)
+            decided = self._timed(partial(self.scheduler.decide, now, self._requests()))
+            assert decided.groups or decided.drops, f"a round without steps at {now}: {decided}"
+            homes = self._carry_out(now, decided)
+            now = self._until_border(now, now + decided.length, homes)
+            for id, request in self._active.items():
+                request.home = homes.get(id)
+            self.outcome.rounds += bool(decided.groups)
         return self.outcome
 
-    def _end_late(self, now: float) -> None:
-        for id, request in list(self._active.items()):
-            if request.demand.due < now:
-                self.outcome.dropped.add(id)
-                del self._active[id]
+    def _arrive(self, now: float) -> None:
+        while self._coming and self._coming[0].arrived <= now:
+            demand = self._coming.popleft()
+            self._active[demand.id] = Active(demand, demand.work.steps)
+        if self.machine.ends_late:
+            stepping = {id for group in self._running for id in group.ids}
+            for id, request in list(self._active.items()):
+                if request.demand.due < now and id not in stepping:
+                    self.outcome.dropped.add(id)
+                    del self._active[id]
 
-    def _timed(self, now: float) -> Round:
-        requests = [_request(a) for a in self._active.values()]
+    def _requests(self) -> list[RoundRequest]:
+        """The requests that aren't in a group at work."""
+        stepping = {id for group in self._running for id in group.ids}
+        return [_request(a) for id, a in self._active.items() if id not in stepping]
+
+    def _timed(self, decide: Callable[[], Round]) -> Round:
         began = time.perf_counter()
-        decided = self.scheduler.decide(now, requests)
+        decided = decide()
         self.outcome.decisions.append(time.perf_counter() - began)
         return decided
 
-    def _carry_out(self, now: float, decided: Round) -> float:
-        """Return when all groups of a round have ended."""
-        border, homes = now, dict[str, Devices]()
+    def _until_border(self, now: float, border: float, homes: dict[str, Devices]) -> float:
+        """Let all groups end, and start others within the round; return when the last one ends."""
+        while self._running:
+            arrival = self._coming[0].arrived if self._coming else inf
+            if self.within is None or self._running[0].end <= arrival:
+                now = heapq.heappop(self._running).end
+                while self._running and self._running[0].end <= now:
+                    heapq.heappop(self._running)
+            else:
+                now = arrival
+            busy = [group.devices for group in self._running]
+            if self.within is None or not busy:
+                continue
+            self._arrive(now)
+            waiting = self._requests()
+            if waiting and sum(at.size for at in busy) < self.scheduler.devices:
+                decided = self._timed(partial(self.within, now, border, busy, waiting))
+                homes |= self._carry_out(now, decided)
+                self.outcome.within += len(decided.groups)
+        return now
+
+    def _carry_out(self, now: float, decided: Round) -> dict[str, Devices]:
+        """Start the groups of a decision; return the devices of their requests."""
+        homes = {}
+        for id in decided.drops:
+            self.outcome.dropped.add(id)
+            del self._active[id]
         for group in decided.groups:
             seconds = group.seconds * float(np.exp(self._draw.normal(0, self.machine.error)))
             begin, most = now + self.machine.overhead, max(group.steps.values())
-            border = max(border, begin + seconds)
             self.outcome.busy += group.devices.size * seconds
+            self._started += 1
+            entry = (begin + seconds, self._started, group.devices, frozenset(group.steps))
+            heapq.heappush(self._running, RunningGroup(*entry))
             for id, steps in group.steps.items():
                 request = self._active[id]
                 request.left -= steps
                 home = request.home
                 self.outcome.moves += home is not None and not home.nests(group.devices)
-                homes[id] = group.devices
+                homes[id] = request.home = group.devices
                 if not request.left:
                     self.outcome.ended[id] = begin + seconds * steps / most
                     del self._active[id]
-        for id, request in self._active.items():
-            request.home = homes.get(id)
-        self.outcome.rounds += bool(decided.groups)
-        return border
+        return homes
 
 
 def simulate_rounds(
-    scheduler: RoundScheduler, demands: Sequence[Demand], machine: Machine, seed: int = 0
+    scheduler: RoundScheduler,
+    demands: Sequence[Demand],
+    machine: Machine,
+    seed: int = 0,
+    *,
+    at_borders: bool = False,
 ) -> Outcome:
-    return RoundSimulation(scheduler, demands, machine, seed).run()
+    """Simulate the scheduler; at_borders: nothing starts within a round."""
+    within = None if at_borders else scheduler.decide_within
+    return RoundSimulation(scheduler, demands, machine, seed, within).run()
 
 
 def _request(active: Active) -> RoundRequest:

@@ -90,7 +90,9 @@ class RoundPolicy(Protocol):
     def decide(
         self, now: float, calls: Sequence[RoundCall], ranks: Sequence[int], count: int
     ) -> RoundDecision:
-        """Return what the free ranks do; at least one group if a call waits and isn't dropped.
+        """Return what the free ranks do.
+
+        At least one group if all ranks are free, and a call waits that isn't dropped.
 
         Args:
             now: The time.

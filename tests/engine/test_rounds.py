@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from maskfx.errors import DeadlineMissed, InputError
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.serve.scheduling.cost_model import FittedCosts
 from maskfx.serve.scheduling.degree_costs import from_efficiency
-from maskfx.serve.scheduling.elastic import ElasticRounds, work_of
+from maskfx.serve.scheduling.elastic import SETTINGS, ElasticRounds, work_of
 from tests.factories.pipelines import PIPES, anew, call_of, square, white
 
 DIT, UNET = "FluxInpaintPipeline", "StableDiffusionInpaintPipeline"
@@ -193,6 +194,42 @@ def test_groups_are_disjoint_and_every_parked_request_is_served(count: int) -> N
         now += longest
         rounds += 1
         assert rounds < 1000, f"{len(calls)} requests starve"
+
+
+def test_a_free_rank_gets_steps_that_end_with_the_round() -> None:
+    """A late comer on the rank that is left; not beyond the border, nor on ranks that compute."""
+    policy = ElasticRounds(replace(SETTINGS, scale_up=False), start=PROFILE, fixed=True)
+    load = StepLoad(100, 100)  # 10 ms
+    (first,) = policy.decide(0.0, [RoundCall(0, load, 50, 50, 0.0)], range(2), 2).groups
+    (busy,) = first.ranks
+    seconds = 0.01 * first.steps[0]
+    late_comer = RoundCall(1, load, 50, 50, 0.01)
+    (group,) = policy.decide(0.5 * seconds, [late_comer], [1 - busy], 2).groups
+    assert group.ranks == (1 - busy,)
+    assert 1 <= group.steps[1] <= first.steps[0] / 2
+    assert policy.decide(0.999 * seconds, [late_comer], [1 - busy], 2).groups == ()
+    assert policy.decide(2 * seconds, [late_comer], [1 - busy], 2).groups == ()
+    assert policy.decide(2 * seconds, [late_comer], range(2), 2).groups
+
+
+@pytest.mark.usefixtures("local")
+def test_a_request_starts_on_a_free_rank_while_another_group_computes() -> None:
+    """The policy of rounds gives the first request one rank only, for steps of the whole run."""
+    pipe = pipeline(WHOLE)
+    settings = replace(SETTINGS, scale_up=False, length=30.0)
+    profile = from_efficiency(FittedCosts(base=0.05, per_request=0.0, per_site=0.0), {2: 0.5})
+    policy = ElasticRounds(settings, start=profile, fixed=True)
+    with maskfx.Engine(ranks=2, rounds=policy) as engine:
+        long = engine.submit(pipe, **arguments(WHOLE, 1, steps=40))
+        while not long.steps:
+            time.sleep(0.005)
+        short = engine.submit(pipe, **arguments(WHOLE, 2, steps=2))
+        short.result(60)
+        assert not long.done()
+        long.result(60)
+        group = group_of(engine)
+    assert group.overlaps == 0
+    assert {ranks for ranks in group.sets} == {(0,), (1,)}
 
 
 def test_costs_are_fitted_to_the_steps_that_were_made() -> None:

@@ -145,11 +145,17 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         found: Floats = np.maximum(np.maximum(compute, balanced), (1 - self.avoidable) * load)
         return found
 
+    def joint_seconds(self, compute: float, load: float) -> float:
+        """Return what `joint` does, of one step, without arrays."""
+        again = self.per_avoided_byte * (self.load_bandwidth or 0.0)
+        balanced = (compute + again * load) / (1 + again) if self.avoidable else compute
+        return max(compute, balanced, (1 - self.avoidable) * load)
+
     def step(self, batch: Sequence[Work]) -> float:
         parts = [self.part(work) for work in batch]
         sizes = len({work.whole for work in batch})
-        compute = np.array(self.base + self.per_size * sizes + sum(p.compute for p in parts))
-        return float(self.joint(compute, np.array(sum(p.load for p in parts))))
+        compute = self.base + self.per_size * sizes + sum(p.compute for p in parts)
+        return self.joint_seconds(compute, sum(p.load for p in parts))
 
     def around(self, work: Work) -> float:
         """Return the seconds outside of the steps, and what the first step takes longer."""

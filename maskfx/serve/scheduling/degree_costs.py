@@ -41,6 +41,23 @@ class DegreeCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     per_site: Seconds = 0.0
 
 
+class BatchTotals(NamedTuple):
+    """Sums over a batch's members: seconds on one device, without the base, sites, and sizes."""
+
+    compute: float
+    load: float
+    sites: int
+    sizes: frozenset[int]  # of the whole pictures, each once
+
+    def with_others(self, others: BatchTotals) -> BatchTotals:
+        return BatchTotals(
+            self.compute + others.compute,
+            self.load + others.load,
+            self.sites + others.sites,
+            self.sizes | others.sizes,
+        )
+
+
 class StepProfile(Protocol):
     """Predicted seconds by degree, for the scheduler of rounds."""
 
@@ -51,6 +68,14 @@ class StepProfile(Protocol):
 
     def step(self, degree: int, batch: Sequence[Work]) -> float:
         """Return the seconds of one step of a batch on a number of devices."""
+        ...
+
+    def totals(self, batch: Sequence[Work]) -> BatchTotals:
+        """Return what `seconds` predicts the step of a batch from."""
+        ...
+
+    def seconds(self, degree: int, totals: BatchTotals) -> float:
+        """Return the same as `step`, from the totals of the batch."""
         ...
 
     def around(self, work: Work) -> float:
@@ -81,12 +106,18 @@ class DegreeCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return (1, *sorted(self.by_degree))
 
     def step(self, degree: int, batch: Sequence[Work]) -> float:
+        return self.seconds(degree, self.totals(batch))
+
+    def totals(self, batch: Sequence[Work]) -> BatchTotals:
+        return totals(self.one, batch)
+
+    def seconds(self, degree: int, totals: BatchTotals) -> float:
+        compute = alone(self.one, totals)
         if degree == 1:
-            return self.one.step(batch)
-        compute, load, sites = sums(self.one, batch)
+            return self.one.joint_seconds(compute, totals.load)
         cost = self.by_degree[degree]
-        divided = cost.fixed + compute / degree * cost.slowdown + cost.per_site * sites
-        return float(self.one.joint(np.array(divided), np.array(load / degree)))
+        divided = cost.fixed + compute / degree * cost.slowdown + cost.per_site * totals.sites
+        return self.one.joint_seconds(divided, totals.load / degree)
 
     def around(self, work: Work) -> float:
         return self.one.around(work)
@@ -113,20 +144,19 @@ def from_efficiency(one: FittedCosts, efficiency: Mapping[int, float]) -> Degree
     return DegreeCosts(one=one, by_degree=costs, origin="a given efficiency per degree")
 
 
-class BatchSums(NamedTuple):
-    """Sums over a batch's members: seconds on one device, base included, and sites."""
-
-    compute: float
-    load: float
-    sites: int
-
-
-def sums(costs: PartCosts, batch: Sequence[Work]) -> BatchSums:
+def totals(costs: PartCosts, batch: Sequence[Work]) -> BatchTotals:
     parts = [costs.part(work) for work in batch]
-    sizes = len({work.whole for work in batch})
-    compute = costs.base + costs.per_size * sizes + sum(part.compute for part in parts)
-    sites = sum(work.sites * work.branches for work in batch)
-    return BatchSums(compute, sum(part.load for part in parts), sites)
+    return BatchTotals(
+        sum(part.compute for part in parts),
+        sum(part.load for part in parts),
+        sum(work.sites * work.branches for work in batch),
+        frozenset(work.whole for work in batch),
+    )
+
+
+def alone(costs: PartCosts, totals: BatchTotals) -> float:
+    """Return the seconds of a step's computing on one device."""
+    return costs.base + costs.per_size * len(totals.sizes) + totals.compute
 
 
 @dataclass(frozen=True)
@@ -190,8 +220,8 @@ class ProfileFit:
         # ideal division as the prior, for what few samples leave open
         window = ObservationWindow((1e-9, 1.0, 1e-12), len(samples), trust=1e-6)
         for batch, seconds in samples:
-            compute, _, sites = sums(one, batch)
-            window.add((1.0, compute / degree, sites), seconds)
+            sums = totals(one, batch)
+            window.add((1.0, alone(one, sums) / degree, sums.sites), seconds)
         (fixed, slowdown, per_site), _ = window.fit()
         return DegreeCost(fixed=float(fixed), slowdown=float(slowdown), per_site=float(per_site))
 

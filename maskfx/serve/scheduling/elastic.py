@@ -43,7 +43,7 @@ class ElasticRounds:
         fixed: Whether `start` and the assumed efficiencies stay as they are.
     """
 
-    at_borders = True
+    at_borders = False  # free ranks get further steps within a round
 
     def __init__(
         self,
@@ -62,14 +62,23 @@ class ElasticRounds:
         self._fresh = 0  # samples since the last fit
         self._scheduler: RoundScheduler | None = None
         self._homes: dict[str, Devices] = {}
+        self._border = 0.0  # of the round, as predicted
 
     def decide(
         self, now: float, calls: Sequence[RoundCall], ranks: Sequence[int], count: int
     ) -> RoundDecision:
-        """Return the groups of the next round; all ranks are free then."""
-        scheduler = self._scheduler_of(count)
-        round_ = scheduler.decide(now, [self._request(call) for call in calls])
-        self._homes = {id: g.devices for g in round_.groups for id in g.steps}
+        """Return the groups of the next round if all ranks are free; else what free ones do in it.
+
+        Within a round, groups end by its border as it was predicted.
+        """
+        scheduler, requests = self._scheduler_of(count), [self._request(call) for call in calls]
+        if len(ranks) == count:
+            round_ = scheduler.decide(now, requests)
+            self._homes, self._border = {}, now + round_.length
+        else:
+            busy = [Devices(rank, 1) for rank in range(count) if rank not in set(ranks)]
+            round_ = scheduler.decide_within(now, self._border, busy, requests)
+        self._homes |= {id: g.devices for g in round_.groups for id in g.steps}
         groups = tuple(
             RankedGroup(tuple(g.devices.numbers), {int(id): n for id, n in g.steps.items()})
             for g in round_.groups

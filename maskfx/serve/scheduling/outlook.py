@@ -8,6 +8,7 @@ the requests' device-seconds does not promise. Pure.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -32,6 +33,9 @@ class RemainingRequest(NamedTuple):
 
     def fastest(self, free: int, devices: int) -> int | None:
         """Return the fastest degree for which enough devices are free; None if there is none."""
+        fastest = self.times.fastest
+        if fastest != 3 and fastest <= free:
+            return fastest
         fitting = [k for k in self.times.hull if footprint(k, devices) <= free]
         return fitting[-1] if fitting else None
 
@@ -45,27 +49,46 @@ class Planned(NamedTuple):
 
 
 def schedules(
-    jobs: Iterable[RemainingRequest], start: float, free: int, devices: int
-) -> list[list[Planned]]:
-    """Return several schedules on the free devices, each with the requests that are in time.
+    jobs: Iterable[RemainingRequest],
+    start: float,
+    free: int,
+    devices: int,
+    *,
+    narrow: bool = False,
+) -> Iterator[list[Planned]]:
+    """Yield several schedules on the free devices, each with the requests that are in time.
 
     Each is the best one for some loads: one request after the other, each on as many devices as it
     can use; many beside each other by deadline; by work, where not all can be in time; and those
-    that run already before the others.
+    that run already before the others. The first one comes last if `narrow`.
     """
     by_due = sorted((j for j in jobs if j.left), key=lambda j: (j.due, j.id))
     if not by_due:
-        return []
-    by_work = sorted(by_due, key=lambda j: j.device_seconds)
-    running_first = sorted(by_due, key=lambda j: not j.degree)
-    orders = by_due, by_work, running_first
-    wide = fastest_first(by_due, start, free, devices)
-    return [wide, *(narrow_first(order, start, free, devices) for order in orders)]
+        return
+    if not narrow:
+        yield fastest_first(by_due, start, free, devices)
+    yield narrow_first(by_due, start, free, devices)
+    yield narrow_first(sorted(by_due, key=lambda j: j.device_seconds), start, free, devices)
+    yield narrow_first(sorted(by_due, key=lambda j: not j.degree), start, free, devices)
+    if narrow:
+        yield fastest_first(by_due, start, free, devices)
 
 
-def best_schedule(jobs: Iterable[RemainingRequest], start: float, devices: int) -> list[Planned]:
-    """Return the schedule with the most requests in time."""
-    return max(schedules(jobs, start, devices, devices), key=len, default=[])
+def best_schedule(
+    jobs: Sequence[RemainingRequest], start: float, free: int, devices: int, *, narrow: bool = False
+) -> list[Planned]:
+    """Return the schedule with the most requests in time; all of `jobs` have steps left.
+
+    Args:
+        narrow: Whether, of equals, one with the cheapest degrees is returned, else with the widest.
+    """
+    best: list[Planned] = []
+    for plan in schedules(jobs, start, free, devices, narrow=narrow):
+        if len(plan) > len(best):
+            best = plan
+        if len(best) == len(jobs):  # no other one has more
+            break
+    return best
 
 
 def fastest_first(
@@ -124,16 +147,20 @@ def narrow_first(
     """
     since = [start] * free  # when each device is free, in ascending order
     found = []
-    for job in jobs:
-        kept = (job.degree,) if job.degree in job.times.hull else ()
-        for degree in (*kept, *job.times.hull):
-            size = footprint(degree, devices)
+    for due, left, times, id, running in jobs:
+        if since and since[0] + left * times.least > due + EDGE:
+            continue  # at no degree
+        kept = (running,) if running in times.hull else ()
+        for degree in (*kept, *times.hull):
+            size = degree if degree != 3 else footprint(3, devices)
             if size > free:
                 continue
             begin = since[size - 1]
-            end = begin + job.left * job.times.seconds[degree]
-            if end <= job.due + EDGE:
-                found.append(Planned(job.id, begin, degree))
-                since = sorted([*since[size:], *[end] * size])
+            end = begin + left * times.seconds[degree]
+            if end <= due + EDGE:
+                found.append(Planned(id, begin, degree))
+                del since[:size]
+                at = bisect_right(since, end)
+                since[at:at] = [end] * size
                 break
     return found

@@ -22,6 +22,7 @@ from maskfx.serve.scheduling.degree_costs import DEGREES
 
 BLOCK = 8  # devices: the largest group
 HALF = 4
+EXACT = 64  # devices up to which the fewest moves are found; on more few moves, in little time
 Counts = tuple[int, ...]  # of groups, by size in the order of DEGREES
 
 
@@ -59,10 +60,15 @@ def footprint(size: int, devices: int = BLOCK) -> int:
 
 
 def place(groups: Sequence[PlacedGroup], devices: int) -> list[Devices] | None:
-    """Return the devices of each group, with the fewest moves; None if the groups don't fit."""
+    """Return the devices of each group, with the fewest moves; None if the groups don't fit.
+
+    On more than `EXACT` devices, with few moves.
+    """
     kept = _keep_all(groups, devices)
     if kept is not None:
         return kept
+    if devices > EXACT:
+        return _few_moves(groups, devices)
     return _fewest_moves(groups, devices)
 
 
@@ -85,27 +91,82 @@ def positions(size: int, first: int, devices: int) -> Iterator[Devices]:
 
 def _keep_all(groups: Sequence[PlacedGroup], devices: int) -> list[Devices] | None:
     """Return a placement without moves if taking places in one pass finds one; else None."""
-    free = [True] * devices
+    free = FreeDevices(devices)
     placed: dict[int, Devices] = {}
     order = sorted(range(len(groups)), key=lambda n: (groups[n].home is None, -groups[n].size))
     for number in order:
-        size, home = groups[number].size, groups[number].home
-        for at in _all_positions(size, devices):
-            fits = all(free[n] for n in at.numbers)
-            if fits and (home is None or home.nests(at)):
-                placed[number] = at
-                for n in at.numbers:
-                    free[n] = False
-                break
-        else:
+        at = free.first(groups[number])
+        if at is None:
             return None
+        placed[number] = at
+        free.take(at)
     return [placed[number] for number in range(len(groups))]
 
 
+def _few_moves(groups: Sequence[PlacedGroup], devices: int) -> list[Devices] | None:
+    """Place the largest first, each at home if that is free; None if the footprints don't fit."""
+    if sum(footprint(group.size, devices) for group in groups) > devices:
+        return None
+    free = FreeDevices(devices)
+    placed: dict[int, Devices] = {}
+    for number in sorted(range(len(groups)), key=lambda n: (-groups[n].size, not groups[n].home)):
+        at = free.near(groups[number])
+        if at is None:
+            return None
+        placed[number] = at
+        free.take(at)
+    return [placed[number] for number in range(len(groups))]
+
+
+class FreeDevices:
+    """Which devices no group has yet, a bit of a number for each."""
+
+    def __init__(self, devices: int, taken: Iterable[Devices] = ()) -> None:
+        self._devices = devices
+        self._bits = (1 << devices) - 1
+        for at in taken:
+            self.take(at)
+
+    @property
+    def count(self) -> int:
+        return self._bits.bit_count()
+
+    def give(self, at: Devices) -> None:
+        self._bits |= ((1 << at.size) - 1) << at.start
+
+    def take(self, at: Devices) -> None:
+        self._bits &= ~(((1 << at.size) - 1) << at.start)
+
+    def fits(self, at: Devices) -> bool:
+        wanted = ((1 << at.size) - 1) << at.start
+        return self._bits & wanted == wanted
+
+    def first(self, group: PlacedGroup) -> Devices | None:
+        """Return the first free place of a group, one that nests with its home if it has one."""
+        if group.home is not None:
+            near = _nested_positions(group.size, group.home, self._devices)
+            return next((at for at in near if self.fits(at)), None)
+        starts = self._bits & _starts(group.size, self._devices)
+        for further in range(1, group.size):
+            starts &= self._bits >> further
+        return Devices((starts & -starts).bit_length() - 1, group.size) if starts else None
+
+    def near(self, group: PlacedGroup) -> Devices | None:
+        """Return a free place that nests with the group's home, or else the first one."""
+        return self.first(group) or self.first(PlacedGroup(group.size))
+
+
 @cache
-def _all_positions(size: int, devices: int) -> tuple[Devices, ...]:
-    starts = range(0, devices, footprint(size))
-    return tuple(Devices(s, size) for s in starts if s + size <= devices)
+def _starts(size: int, devices: int) -> int:
+    """Return the devices at which a group of a size may start, as bits."""
+    return sum(1 << start for start in range(0, devices - size + 1, footprint(size)))
+
+
+@cache
+def _nested_positions(size: int, home: Devices, devices: int) -> tuple[Devices, ...]:
+    first = home.start // BLOCK * BLOCK
+    starts = range(first, min(first + BLOCK, devices - size + 1), footprint(size))
+    return tuple(at for at in (Devices(s, size) for s in starts) if home.nests(at))
 
 
 # Fewest moves: per block, the most groups that stay for each count of sizes; then over blocks.
@@ -166,7 +227,7 @@ def _block_layouts(
 ) -> dict[Counts, GroupLayout]:
     """Return the best layout of a block for each count of sizes that it can get."""
     here = [g for g in groups if g.home is not None and first <= g.home.start < first + BLOCK]
-    halves = [_half_layouts(at, end, here) for at in (first, first + HALF)]
+    halves = [_half_layouts(at, end, here, wanted) for at in (first, first + HALF)]
     whole = next((g for g in here if g.home is not None and g.home.size == BLOCK), None)
     found: dict[Counts, GroupLayout] = {}
     for (left, one), (right, two) in product(halves[0].items(), halves[1].items()):
@@ -184,14 +245,17 @@ def _block_layouts(
     return found
 
 
-def _half_layouts(first: int, end: int, here: Sequence[PlacedGroup]) -> dict[Counts, GroupLayout]:
+def _half_layouts(
+    first: int, end: int, here: Sequence[PlacedGroup], wanted: Counts
+) -> dict[Counts, GroupLayout]:
     found: dict[Counts, GroupLayout] = {}
     homes = [g for g in here if g.home is not None and g.home.size < BLOCK]
-    for places in _half_places():
+    for places, counts in _half_places():
+        if any(n > most for n, most in zip(counts, wanted, strict=True)):
+            continue
         moved = tuple(Devices(first + start, size) for start, size in places)
         if any(at.start + at.size > end for at in moved):
             continue
-        counts = tuple(sum(at.size == size for at in moved) for size in DEGREES)
         _improve(found, counts, GroupLayout(_count_stays(moved, homes), moved))
     return found
 
@@ -202,10 +266,13 @@ def _improve(found: dict[Counts, GroupLayout], counts: Counts, layout: GroupLayo
 
 
 @cache
-def _half_places() -> tuple[tuple[Devices, ...], ...]:
-    """Return all sets of disjoint places within four devices."""
+def _half_places() -> tuple[tuple[tuple[Devices, ...], Counts], ...]:
+    """Return all sets of disjoint places within four devices, and how many of each size it has."""
     every = [at for size in (1, 2, 3, 4) for at in positions(size, 0, HALF)]
-    return tuple(_disjoint_sets(every, 0b0000))
+    return tuple(
+        (places, tuple(sum(at.size == size for at in places) for size in DEGREES))
+        for places in _disjoint_sets(every, 0b0000)
+    )
 
 
 def _disjoint_sets(every: Sequence[Devices], taken: int) -> Iterator[tuple[Devices, ...]]:

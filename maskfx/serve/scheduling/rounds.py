@@ -11,26 +11,37 @@ The scheduler of TetriServe, for dense steps and masked edits alike. At the star
 6. gives devices that are still idle to the groups that gain most;
 7. places the groups so that as few as possible move.
 
-Requests join and change their degree at the borders of rounds only. A round ends when all of its
-groups have made their steps. Pure: no clock, no devices; what it returns is the plain data of
+A round ends at its border, when all of its groups have made their steps. Devices that are free
+before may get further steps that end by then (`decide_within`): those of requests that have arrived
+meanwhile, or that had no devices. Pure: no clock, no devices; what it returns is the plain data of
 `round_plan.py`, which an executor obeys.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import floor
+from math import inf
 
 import numpy as np
 
 from maskfx.errors import InputError
 from maskfx.serve.scheduling.allocation import EDGE, StepTimes
 from maskfx.serve.scheduling.degree_costs import StepProfile
-from maskfx.serve.scheduling.knapsack import choose_options
-from maskfx.serve.scheduling.outlook import best_schedule, schedules
-from maskfx.serve.scheduling.placement import Devices, PlacedGroup, footprint, place
+from maskfx.serve.scheduling.drafts import (
+    Draft,
+    alone,
+    distinct,
+    grown,
+    join,
+    scale_up,
+    without_groups,
+)
+from maskfx.serve.scheduling.knapsack import Option, choose_options
+from maskfx.serve.scheduling.many_requests import pending_of
+from maskfx.serve.scheduling.outlook import Planned, best_schedule, schedules
+from maskfx.serve.scheduling.placement import Devices, FreeDevices, PlacedGroup, place
+from maskfx.serve.scheduling.profile_memo import ProfileMemo
 from maskfx.serve.scheduling.round_plan import (
     DeviceGroup,
     LatePolicy,
@@ -40,36 +51,13 @@ from maskfx.serve.scheduling.round_plan import (
 )
 from maskfx.serve.scheduling.urgency import (
     Pending,
-    ProfileMemo,
     Rank,
     admit,
     values,
 )
 
 KINDS = 8  # kinds of steps at most that the length of a round is fitted to
-OUTLOOK = 64  # requests that decisions are compared by, the most urgent ones
-TRIALS = 4  # groups that a request without devices may try to join
-
-
-@dataclass
-class Draft:
-    """A group while it is being decided: its members, its degree and the seconds of its step."""
-
-    members: list[Pending]
-    degree: int
-    seconds: float
-
-    @property
-    def left(self) -> int:
-        return max(member.left for member in self.members)
-
-    def steps(self, length: float) -> int:
-        return min(self.left, max(1, floor(length / self.seconds + EDGE)))
-
-    @property
-    def home(self) -> Devices | None:
-        homes = [m.request.home for m in self.members if m.request.home is not None]
-        return max(homes, key=lambda home: home.size, default=None)
+OUTLOOK = 32  # requests at most whose decisions are compared; of more the best schedule is taken
 
 
 @dataclass
@@ -97,13 +85,56 @@ class RoundScheduler:
 
     def decide(self, now: float, requests: Sequence[RoundRequest]) -> Round:
         """Return the round that starts now; an empty one if there is nothing to run."""
-        pending = [self._pending(r, now) for r in requests]
-        late = [p for p in pending if p.rank is Rank.LATE]
-        drops = [p for p in late if self._drops(p)]
-        pending = [p for p in pending if not self._drops(p)]
+        pending, late, drops = self._ranked(now, requests)
         length = self._length(pending)
         drafts = self._drafts(pending, length)
         return self._placed(now, drafts, length, late, drops)
+
+    def decide_within(
+        self, now: float, border: float, busy: Sequence[Devices], requests: Sequence[RoundRequest]
+    ) -> Round:
+        """Return what free devices do until the round's border; a round without groups if nothing.
+
+        Args:
+            border: When the round is predicted to end.
+            busy: The devices of groups that still run, disjoint.
+            requests: Those that aren't in such a group.
+        """
+        pending, late, drops = self._ranked(now, requests)
+        length = (border - now) * (1 - self.settings.margin)
+        free = FreeDevices(self.devices, busy)
+        admit(pending, free.count)
+        groups: list[tuple[Draft, Devices]] = []
+        for request in sorted(pending, key=_order):
+            if not free.count:
+                break
+            fitting = [k for k in request.usable(length) if request.times.seconds[k] <= length]
+            wanted = [k for k in fitting if k <= max(request.degree, fitting[0])]
+            for degree in reversed(wanted):
+                at = free.near(PlacedGroup(degree, request.request.home))
+                if at is not None:
+                    free.take(at)
+                    groups.append((alone(request, degree), at))
+                    break
+        if self.settings.scale_up:
+            groups = grown(groups, free, self._memo)
+        drafts = [draft for draft, _ in groups]
+        join(without_groups(pending, drafts), drafts, length, self._memo, self.settings, length)
+        placed = [at for _, at in groups]
+        return _round(now, drafts, placed, length, late, drops)
+
+    def _ranked(
+        self, now: float, requests: Sequence[RoundRequest]
+    ) -> tuple[list[Pending], list[Pending], list[Pending]]:
+        """Return the requests to decide about, the late ones, and those that are dropped."""
+        settings = self.settings
+        pending = pending_of(
+            requests, self._memo, now, patience=settings.patience, margin=settings.margin
+        )
+        late = [p for p in pending if p.rank is Rank.LATE]
+        if settings.late is LatePolicy.LAST:
+            return pending, late, []
+        return [p for p in pending if p.rank is not Rank.LATE], late, late
 
     # The steps of a decision.
 
@@ -115,39 +146,65 @@ class RoundScheduler:
         return round_length(steps, self.settings.granularity) if steps else 0.0
 
     def _drafts(self, pending: list[Pending], length: float) -> list[Draft]:
-        """Return the best of the rounds that start from the knapsack and from the outlook."""
+        """Return the best of the rounds that start from the knapsack and from schedules.
+
+        Of many requests, the one that starts from the best schedule.
+        """
         admit(pending, self.devices)
-        now = pending[0].now if pending else 0.0
+        pending.sort(key=_order)
         reserved = self._reserve(pending, length)
-        others = _others(pending, reserved)
-        rounds = [self._pack(others, length, self._free(reserved))]
-        rounds += self._schedules(others, now, length, self._free(reserved))
-        filled = [self._fill(pending, [*reserved, *drafts], length) for drafts in rounds]
-        best = max(filled, key=lambda drafts: self._outlook(pending, drafts, length, now))
-        self._join(_others(pending, best), best, length)
+        free = self._free(reserved)
+        waiting = [p for p in without_groups(pending, reserved) if p.hopeful]
+        jobs = [p.job(p.left, p.request.home.size if p.request.home else 0) for p in waiting]
+        now = pending[0].now if pending else 0.0
+        if len(waiting) > OUTLOOK:
+            plan = best_schedule(jobs, now, free, self.devices, narrow=True) if free else []
+            best = self._fill(pending, [*reserved, *self._start(waiting, plan, length)], length)
+        else:
+            plans = schedules(jobs, now, free, self.devices) if free else ()
+            starts = [self._pack(waiting, length, free)]
+            starts += [start for p in plans if (start := self._start(waiting, p, length))]
+            rounds = [self._fill(pending, [*reserved, *start], length) for start in starts]
+            best = self._best(pending, distinct(rounds), length, now)
+        join(without_groups(pending, best), best, length, self._memo, self.settings)
         return best
 
-    def _schedules(
-        self, pending: Sequence[Pending], now: float, length: float, free: int
-    ) -> list[list[Draft]]:
-        """Return the groups with which the schedules of the outlook start."""
-        hopeful = sorted((p for p in pending if p.hopeful), key=_order)[:OUTLOOK]
-        by_id = {p.id: p for p in hopeful}
-        jobs = [p.job(p.left, p.request.home.size if p.request.home else 0) for p in hopeful]
-        starts = [
-            [
-                self._alone(by_id[p.id], p.degree)
-                for p in plan
-                if p.start <= now and p.degree in by_id[p.id].usable(length)
-            ]
-            for plan in (schedules(jobs, now, free, self.devices) if free else ())
+    def _start(
+        self, waiting: Sequence[Pending], plan: Sequence[Planned], length: float
+    ) -> list[Draft]:
+        """Return the groups with which a schedule starts."""
+        by_id = {p.id: p for p in waiting}
+        return [
+            alone(request, planned.degree)
+            for planned in plan
+            if planned.start <= (request := by_id[planned.id]).now
+            and planned.degree in request.usable(length)
         ]
-        return [drafts for drafts in starts if drafts]
+
+    def _best(
+        self, pending: Sequence[Pending], rounds: Sequence[list[Draft]], length: float, now: float
+    ) -> list[Draft]:
+        """Return the round after which the most requests can be in time, at the least cost."""
+        if len(rounds) == 1:
+            return rounds[0]
+        best, most = rounds[0], (-1, 0.0)
+        for drafts in rounds:
+            found = self._outlook(pending, drafts, length, now, most[0])
+            if found > most:
+                best, most = drafts, found
+        return best
 
     def _outlook(
-        self, pending: Sequence[Pending], drafts: Sequence[Draft], length: float, now: float
+        self,
+        pending: Sequence[Pending],
+        drafts: Sequence[Draft],
+        length: float,
+        now: float,
+        least: int,
     ) -> tuple[int, float]:
         """Return the number of requests that can be in time, and what their time costs, negated.
+
+        If that number can't reach `least`, no schedule is made, and a bound of it is returned.
 
         The latter are the device-seconds of the round and those that the requests need after it.
         Idle devices count as well, unless the settings leave them idle.
@@ -155,7 +212,7 @@ class RoundScheduler:
         border = max((d.steps(length) * d.seconds for d in drafts), default=0.0)
         made = {m.id: (d.steps(border), d.seconds, d.degree) for d in drafts for m in d.members}
         in_time, need, jobs = 0, 0.0, []
-        for request in sorted(pending, key=_order)[:OUTLOOK]:
+        for request in pending[:OUTLOOK]:
             steps, seconds, degree = made.get(request.id, (0, 0.0, 0))
             job = request.job(request.left - min(steps, request.left), degree)
             if not request.hopeful:
@@ -164,9 +221,13 @@ class RoundScheduler:
                 jobs.append(job)
             else:
                 in_time += now + request.left * seconds <= request.due + EDGE
-        planned = {p.id for p in best_schedule(jobs, now + border, self.devices)}
+        after = now + border
+        possible = sum(after + j.left * j.times.least <= j.due + EDGE for j in jobs)
+        if in_time + possible < least:
+            return in_time + possible, -inf
+        planned = {p.id for p in best_schedule(jobs, after, self.devices, self.devices)}
         need += sum(j.device_seconds for j in jobs if j.id in planned)
-        busy = sum(self._footprint(d.degree) * d.steps(border) * d.seconds for d in drafts)
+        busy = sum(self._memo.footprints[d.degree] * d.steps(border) * d.seconds for d in drafts)
         used = self.devices * border if self.settings.scale_up else busy
         return in_time + len(planned), -need - used
 
@@ -176,18 +237,17 @@ class RoundScheduler:
         if not overdue:
             return []
         oldest = min(overdue, key=lambda p: (p.due, p.id))
-        return [self._alone(oldest, oldest.usable(length)[0])]
+        return [alone(oldest, oldest.usable(length)[0])]
 
-    def _pack(self, pending: Sequence[Pending], length: float, free: int) -> list[Draft]:
+    def _pack(self, hopeful: Sequence[Pending], length: float, free: int) -> list[Draft]:
         """Choose degrees by the knapsack; the others don't run yet."""
-        hopeful = [p for p in pending if p.hopeful]
         choices = [p.options(length) for p in hopeful]
-        groups = values(choices, [p.rank for p in hopeful], self.devices)
+        groups = values(choices, [p.rank for p in hopeful], self._memo.footprints)
         # a request for which not to run is best, whatever the others do, needs no place in the sum
         urgent = [n for n, group in enumerate(groups) if max(group, key=_value) is not group[0]]
         chosen = choose_options([groups[n] for n in urgent], free)
         return [
-            self._alone(hopeful[n], choices[n][option].degree)
+            alone(hopeful[n], choices[n][option].degree)
             for n, option in zip(urgent, chosen, strict=True)
             if choices[n][option].degree
         ]
@@ -198,55 +258,16 @@ class RoundScheduler:
         A request starts at the degree that it needs, or at the next smaller one that is free.
         """
         free = self._free(drafts)
-        for request in sorted(_others(pending, drafts), key=_order):
+        for request in without_groups(pending, drafts) if free else ():
             if not free:
                 break
             fitting = self._degrees(request, length, free)
             if fitting:
-                drafts.append(self._alone(request, fitting[-1]))
-                free -= self._footprint(fitting[-1])
+                drafts.append(alone(request, fitting[-1]))
+                free -= self._memo.footprints[fitting[-1]]
         if self.settings.scale_up:
-            self._scale_up(drafts, free)
+            scale_up(drafts, free, self._memo)
         return drafts
-
-    def _join(self, waiting: Sequence[Pending], drafts: list[Draft], length: float) -> None:
-        """Add requests without devices to groups: to the one whose joint step gains most.
-
-        Only the `TRIALS` groups with the shortest steps are tried, for speed.
-        """
-        for request in sorted(waiting, key=_order):
-            open_groups = [n for n, d in enumerate(drafts) if len(d.members) < self.settings.batch]
-            found: tuple[float, int, Draft] | None = None
-            for number in heapq.nsmallest(TRIALS, open_groups, key=lambda n: drafts[n].seconds):
-                draft = drafts[number]
-                trial = self._draft([*draft.members, request], draft.degree)
-                apart = draft.seconds + request.times.seconds[draft.degree]
-                gain = apart / trial.seconds
-                if gain >= max(self.settings.gain, found[0] if found else 0.0) and not _harms(
-                    trial, length
-                ):
-                    found = gain, number, trial
-            if found:
-                drafts[found[1]] = found[2]
-
-    def _scale_up(self, drafts: list[Draft], free: int) -> None:
-        """Add idle devices to the groups that save the most seconds per device."""
-        while free:
-            best: tuple[float, int, Draft] | None = None
-            for number, draft in enumerate(drafts):
-                for degree in self._memo.degrees:
-                    added = self._footprint(degree) - self._footprint(draft.degree)
-                    if not 0 < added <= free:
-                        continue
-                    larger = self._draft(draft.members, degree)
-                    saved = draft.left * (draft.seconds - larger.seconds) / added
-                    if saved > EDGE and (best is None or saved > best[0]):
-                        best = saved, number, larger
-            if best is None:
-                break
-            _, number, larger = best
-            free -= self._footprint(larger.degree) - self._footprint(drafts[number].degree)
-            drafts[number] = larger
 
     def _placed(
         self,
@@ -258,46 +279,18 @@ class RoundScheduler:
     ) -> Round:
         placed = place([PlacedGroup(d.degree, d.home) for d in drafts], self.devices)
         assert placed is not None, "groups whose footprints fit can be placed"
-        border = max((d.steps(length) * d.seconds for d in drafts), default=0.0)
-        groups = []
-        for draft, devices in zip(drafts, placed, strict=True):
-            steps = draft.steps(border)
-            made = {m.id: min(steps, m.left) for m in draft.members}
-            groups.append(DeviceGroup(devices, made, steps * draft.seconds))
-        return Round(
-            now, border, tuple(groups), tuple(p.id for p in late), tuple(p.id for p in drops)
-        )
+        return _round(now, drafts, placed, length, late, drops)
 
     # Parts of them.
-
-    def _footprint(self, degree: int) -> int:
-        return footprint(degree, self.devices)
 
     def _degrees(self, request: Pending, length: float, free: int) -> list[int]:
         """Return the usable degrees that are free, up to the one that a request needs."""
         usable = request.usable(length)
         needed = max(request.degree, usable[0])
-        return [k for k in usable if k <= needed and self._footprint(k) <= free]
-
-    def _pending(self, request: RoundRequest, now: float) -> Pending:
-        settings = self.settings
-        times = self._memo.times(request.work)
-        return Pending(request, times, now, patience=settings.patience, margin=settings.margin)
-
-    def _drops(self, request: Pending) -> bool:
-        return request.rank is Rank.LATE and self.settings.late is LatePolicy.DROP
+        return [k for k in usable if k <= needed and self._memo.footprints[k] <= free]
 
     def _free(self, drafts: Sequence[Draft]) -> int:
-        return self.devices - sum(self._footprint(d.degree) for d in drafts)
-
-    def _alone(self, request: Pending, degree: int) -> Draft:
-        return Draft([request], degree, request.times.seconds[degree])
-
-    def _draft(self, members: list[Pending], degree: int) -> Draft:
-        if len(members) == 1:
-            return self._alone(members[0], degree)
-        works = [m.request.work for m in members]
-        return Draft(members, degree, self.profile.step(degree, works))
+        return self.devices - sum(self._memo.footprints[d.degree] for d in drafts)
 
 
 def round_length(steps: Mapping[StepTimes, float], granularity: int) -> float:
@@ -322,10 +315,22 @@ def round_length(steps: Mapping[StepTimes, float], granularity: int) -> float:
     return float(ends[np.argmin(idle.sum(1) / ends - EDGE * ends)])
 
 
-def _others(pending: Sequence[Pending], drafts: Sequence[Draft]) -> list[Pending]:
-    """Return the requests that aren't in a group yet."""
-    taken = {member.id for draft in drafts for member in draft.members}
-    return [p for p in pending if p.id not in taken]
+def _round(
+    now: float,
+    drafts: Sequence[Draft],
+    placed: Sequence[Devices],
+    length: float,
+    late: Sequence[Pending],
+    drops: Sequence[Pending],
+) -> Round:
+    """Return the decision; its length is that of the longest group."""
+    border = max((d.steps(length) * d.seconds for d in drafts), default=0.0)
+    groups = []
+    for draft, devices in zip(drafts, placed, strict=True):
+        steps = draft.steps(border)
+        made = {m.id: min(steps, m.left) for m in draft.members}
+        groups.append(DeviceGroup(devices, made, steps * draft.seconds))
+    return Round(now, border, tuple(groups), tuple(p.id for p in late), tuple(p.id for p in drops))
 
 
 def _order(request: Pending) -> tuple[Rank, float, str]:
@@ -334,17 +339,5 @@ def _order(request: Pending) -> tuple[Rank, float, str]:
     return request.rank, request.need if crowded else request.latest_start, request.id
 
 
-def _value(option: tuple[int, float]) -> float:
-    return option[1]
-
-
-def _harms(after: Draft, length: float) -> bool:
-    """Return True if a hopeful member of a joint group would have to leave it to be in time."""
-    for member in after.members:
-        made = min(member.left, after.steps(length))
-        left = member.left - made
-        start = member.now + (max(length, after.seconds) if left else made * after.seconds)
-        end = start + left * after.seconds
-        if member.hopeful and end > member.due + EDGE:
-            return True
-    return False
+def _value(option: Option) -> float:
+    return option.value

@@ -8,17 +8,14 @@ remaining steps at its fastest degree end before its deadline. Pure: no clock.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from math import floor, inf
 from typing import NamedTuple
 
 from maskfx.serve.scheduling.allocation import EDGE, Mix, StepTimes
-from maskfx.serve.scheduling.degree_costs import StepProfile
 from maskfx.serve.scheduling.knapsack import Option
-from maskfx.serve.scheduling.load import Work
 from maskfx.serve.scheduling.outlook import RemainingRequest
-from maskfx.serve.scheduling.placement import footprint
 from maskfx.serve.scheduling.round_plan import RoundRequest
 
 # Values of the knapsack, each outweighing the sum of the ones after it: a request that is admitted
@@ -37,47 +34,18 @@ class Rank(IntEnum):
     LATE = 3  # not hopeful any more
 
 
-class Kind(NamedTuple):
-    """What the seconds of a step depend on."""
-
-    sites: int
-    whole: int
-    branches: int
-    bytes: int
-
-
-class ProfileMemo:
-    """Step times by kind of request, computed once per kind.
-
-    Args:
-        degrees: Degrees that may be used.
-        kinds: Number of kinds after which the memo is cleared.
-    """
-
-    def __init__(
-        self, profile: StepProfile, degrees: Sequence[int], devices: int, kinds: int = 4096
-    ) -> None:
-        self.profile, self._kinds = profile, kinds
-        self.degrees = tuple(k for k in degrees if k <= devices)
-        self._known: dict[Kind, StepTimes] = {}
-
-    def times(self, work: Work) -> StepTimes:
-        kind = Kind(work.sites, work.whole, work.branches, work.bytes)
-        known = self._known.get(kind)
-        if known is None:
-            if len(self._known) >= self._kinds:
-                self._known.clear()
-            known = StepTimes({k: self.profile.step(k, [work]) for k in self.degrees})
-            self._known[kind] = known
-        return known
-
-
 class Pending:
     """A request with its step times, at the start of a round.
 
     `due` is that of its last step; for requests without a deadline and late ones, the time after
-    which they get devices of their own, so that they don't starve.
+    which they get devices of their own, so that they don't starve. `of_many` computes the same
+    of many requests at once.
     """
+
+    __slots__ = (
+        "_degree", "_need", "due", "id", "latest_start", "left", "now", "overdue", "rank",
+        "request", "times",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -103,19 +71,27 @@ class Pending:
             least = now + self.left * times.least
             self.due = min(self.due, max(least, now + (self.due - now) * (1 - margin)))
         self.overdue = self.rank >= Rank.PATIENT and now > self.due
+        self.latest_start = times.latest_start(self.left, self.due)
+        self._need: float | None = None
+        self._degree: int | None = None
+
+    def set_numbers(
+        self, rank: Rank, due: float, overdue: bool, start: float, need: float, degree: int
+    ) -> None:
+        """Set what is known of a request that was made without its constructor."""
+        self.rank, self.due, self.overdue, self.latest_start = rank, due, overdue, start
+        self._need, self._degree = need, degree
 
     @property
     def hopeful(self) -> bool:
         return self.rank <= Rank.CROWDED
 
     @property
-    def latest_start(self) -> float:
-        return self.times.latest_start(self.left, self.due)
-
-    @property
     def need(self) -> float:
         """Device-seconds of the cheapest mix that meets the deadline."""
-        return self.times.fluid(self.left, self.due - self.now)
+        if self._need is None:
+            self._need = self.times.fluid(self.left, self.due - self.now)
+        return self._need
 
     @property
     def mix(self) -> Mix | None:
@@ -124,8 +100,10 @@ class Pending:
     @property
     def degree(self) -> int:
         """The larger degree of the cheapest mix; the cheapest one of requests that are late."""
-        mix = self.mix
-        return mix.parts[0][0] if mix and mix.parts else self.times.hull[0]
+        if self._degree is None:
+            mix = self.mix
+            self._degree = mix.parts[0][0] if mix and mix.parts else self.times.hull[0]
+        return self._degree
 
     def job(self, left: int, degree: int) -> RemainingRequest:
         """Return the request with a number of remaining steps, for the outlook."""
@@ -201,7 +179,7 @@ def admit(pending: Sequence[Pending], devices: int) -> None:
 
 
 def values(
-    choices: Sequence[Sequence[RoundChoice]], ranks: Sequence[Rank], devices: int
+    choices: Sequence[Sequence[RoundChoice]], ranks: Sequence[Rank], footprints: Mapping[int, int]
 ) -> list[list[Option]]:
     """Return the knapsack's options: requests that stay hopeful first, then device-seconds."""
     total = sum(max(c.device_seconds for c in group) for group in choices)
@@ -210,7 +188,7 @@ def values(
     for group, rank in zip(choices, ranks, strict=True):
         weight = ADMITTED if rank is Rank.ADMITTED else OTHER
         found.append(
-            [Option(footprint(c.degree, devices), weight * c.hopeful - unit * c.device_seconds)
+            [Option(footprints[c.degree], weight * c.hopeful - unit * c.device_seconds)
              for c in group]
         )  # fmt: skip
     return found

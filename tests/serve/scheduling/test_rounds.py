@@ -21,9 +21,10 @@ from maskfx.serve.scheduling.outlook import (
     schedules,
 )
 from maskfx.serve.scheduling.placement import Devices
+from maskfx.serve.scheduling.profile_memo import ProfileMemo
 from maskfx.serve.scheduling.round_plan import LatePolicy, Round, RoundRequest, RoundSettings
 from maskfx.serve.scheduling.rounds import RoundScheduler, round_length
-from maskfx.serve.scheduling.urgency import Pending, ProfileMemo, Rank, admit
+from maskfx.serve.scheduling.urgency import Pending, Rank, admit
 
 ONE = FittedCosts(base=0.01, per_request=0.0, per_site=1e-4)
 COSTS = DegreeCosts(
@@ -256,7 +257,7 @@ def test_two_that_need_all_devices_do_not_ruin_each_other() -> None:
 def test_the_most_requests_are_admitted_not_the_largest() -> None:
     memo = ProfileMemo(COSTS, (1,), 1)
     asked = [request("large", 4000, due=4.2), *(request(f"s{n}", 900, due=4.5) for n in range(4))]
-    pending = [Pending(r, memo.times(r.work), 0.0, patience=20) for r in asked]
+    pending = [Pending(r, memo.of(r.work).times, 0.0, patience=20) for r in asked]
     admit(pending, 1)
     ranks = {p.id: p.rank for p in pending}
     assert ranks.pop("large") is Rank.CROWDED
@@ -294,7 +295,7 @@ def test_schedules_of_the_outlook_end_in_time() -> None:
                 p.degree for p in plan if p.start <= at < p.start + 10 * times.seconds[p.degree]
             ]
             assert sum(used) <= 8
-    assert len(best_schedule(jobs, 0.0, 8)) >= len(narrow_first(jobs, 0.0, 8, 8))
+    assert len(best_schedule(jobs, 0.0, 8, 8)) >= len(narrow_first(jobs, 0.0, 8, 8))
 
 
 @pytest.mark.parametrize(("free", "devices"), [(2, 3), (3, 8), (1, 2)])

@@ -1,0 +1,181 @@
+"""Groups of a round while it is being decided: who shares one, and which ones are enlarged.
+
+A *draft* is a group without devices: its members and its degree. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import floor, inf
+
+from maskfx.serve.scheduling.allocation import EDGE
+from maskfx.serve.scheduling.degree_costs import BatchTotals
+from maskfx.serve.scheduling.placement import Devices, FreeDevices, PlacedGroup
+from maskfx.serve.scheduling.profile_memo import ProfileMemo
+from maskfx.serve.scheduling.round_plan import RoundSettings
+from maskfx.serve.scheduling.urgency import Pending, Rank
+
+TRIALS = 4  # groups that a request without devices may try to join
+MISSES = 32  # requests in a row without a group to join, after which no further one is tried
+
+
+@dataclass(slots=True)
+class Draft:
+    """A group while it is being decided: its members, its degree and the seconds of its step.
+
+    `totals` are those of the members' joint step; None for a request alone.
+    """
+
+    members: list[Pending]
+    degree: int
+    seconds: float
+    totals: BatchTotals | None = None
+
+    @property
+    def left(self) -> int:
+        members = self.members
+        return members[0].left if len(members) == 1 else max(m.left for m in members)
+
+    def steps(self, length: float) -> int:
+        return min(self.left, max(1, floor(length / self.seconds + EDGE)))
+
+    @property
+    def home(self) -> Devices | None:
+        homes = [m.request.home for m in self.members if m.request.home is not None]
+        return max(homes, key=lambda home: home.size, default=None)
+
+
+def alone(request: Pending, degree: int) -> Draft:
+    return Draft([request], degree, request.times.seconds[degree])
+
+
+def without_groups(pending: Sequence[Pending], drafts: Sequence[Draft]) -> list[Pending]:
+    """Return the requests that aren't in a group yet."""
+    taken = {member.id for draft in drafts for member in draft.members}
+    return [p for p in pending if p.id not in taken]
+
+
+def distinct(rounds: Sequence[list[Draft]]) -> list[list[Draft]]:
+    """Return the rounds without those that repeat an earlier one; each request is alone."""
+    found: dict[frozenset[tuple[str, int]], list[Draft]] = {}
+    for drafts in rounds:
+        found.setdefault(frozenset((d.members[0].id, d.degree) for d in drafts), drafts)
+    return list(found.values())
+
+
+def scale_up(drafts: list[Draft], free: int, memo: ProfileMemo) -> None:
+    """Add idle devices to the groups of one request that save the most seconds per device."""
+    queue: list[tuple[float, int, int, int]] = []  # seconds saved, negated; group, degree, added
+
+    def offer(number: int) -> None:
+        draft = drafts[number]
+        times = draft.members[0].times.seconds
+        for degree in memo.degrees:
+            added = memo.footprints[degree] - memo.footprints[draft.degree]
+            if 0 < added <= free:
+                saved = draft.left * (draft.seconds - times[degree]) / added
+                if saved > EDGE:
+                    heapq.heappush(queue, (-saved, number, degree, added))
+
+    if free:
+        for number in range(len(drafts)):
+            offer(number)
+    while free and queue:
+        _, number, degree, added = heapq.heappop(queue)
+        draft = drafts[number]
+        if added == memo.footprints[degree] - memo.footprints[draft.degree] and added <= free:
+            drafts[number] = alone(draft.members[0], degree)
+            free -= added
+            offer(number)
+
+
+def grown(
+    groups: Sequence[tuple[Draft, Devices]], free: FreeDevices, memo: ProfileMemo
+) -> list[tuple[Draft, Devices]]:
+    """Enlarge groups of one request where devices beside them are free: the slowest steps first."""
+    found = list(groups)
+    for number in sorted(range(len(found)), key=lambda n: -found[n][0].seconds):
+        draft, at = found[number]
+        times = draft.members[0].times.seconds
+        for degree in reversed(memo.degrees):
+            if degree <= draft.degree or times[degree] >= draft.seconds:
+                continue
+            free.give(at)
+            larger = free.first(PlacedGroup(degree, at))
+            free.take(larger or at)
+            if larger:
+                found[number] = alone(draft.members[0], degree), larger
+                break
+    return found
+
+
+def join(
+    waiting: Sequence[Pending],
+    drafts: list[Draft],
+    length: float,
+    memo: ProfileMemo,
+    settings: RoundSettings,
+    longest: float = inf,
+) -> None:
+    """Add requests without devices to groups: to the one whose joint step gains most.
+
+    Only the `TRIALS` groups with the shortest steps are tried, and none after `MISSES` requests in
+    a row that don't join, for speed. No joint step takes more than `longest` seconds.
+    """
+    if settings.batch == 1:
+        return
+    shortest = sorted((draft.seconds, number) for number, draft in enumerate(drafts))
+    missed = 0
+    slower: set[int] = set()  # kinds of requests whose joint steps don't pay in any of the groups
+    for request in waiting:
+        found: tuple[float, int, Draft] | None = None
+        pays = False
+        if id(request.times) in slower:
+            missed += 1
+            if missed == MISSES:
+                break
+            continue
+        own = memo.of(request.request.work).totals
+        for entry in shortest[:TRIALS]:
+            draft = drafts[entry[1]]
+            if draft.totals is None:
+                draft.totals = memo.of(draft.members[0].request.work).totals
+            totals = draft.totals.with_others(own)
+            seconds = memo.profile.seconds(draft.degree, totals)
+            gain = (draft.seconds + request.times.seconds[draft.degree]) / seconds
+            least = max(settings.gain, found[0] if found else 0.0)
+            pays |= gain >= settings.gain
+            if gain >= least and seconds <= longest:
+                members = [*draft.members, request]
+                if not _harms(members, seconds, length):
+                    found = gain, entry[1], Draft(members, draft.degree, seconds, totals)
+        if found:
+            _, number, trial = found
+            shortest.remove((drafts[number].seconds, number))
+            drafts[number] = trial
+            if len(trial.members) < settings.batch:
+                insort(shortest, (trial.seconds, number))
+        if not pays:
+            slower.add(id(request.times))
+        if found:
+            slower.clear()
+        missed = 0 if found else missed + 1
+        if missed == MISSES or not shortest:
+            break
+
+
+def _harms(members: Sequence[Pending], seconds: float, length: float) -> bool:
+    """Return True if a hopeful member of a joint group would have to leave it to be in time."""
+    steps = max(1, floor(length / seconds + EDGE))
+    border = max(length, seconds)
+    for member in members:
+        if member.rank > Rank.CROWDED:
+            continue
+        left = member.left - steps
+        start = member.now + (border if left > 0 else member.left * seconds)
+        if start + max(left, 0) * seconds > member.due + EDGE:
+            return True
+    return False
