@@ -171,9 +171,8 @@ class Front:
     async def record(self, request: Request, pictures: Pictures) -> TemplateInfo:
         id = request.template or request.id
         if not pictures.images:
-            raise ApiError(
-                "missing_parameter", "send the template's picture as image", param="image"
-            )
+            message = "send the template's picture as image"
+            raise ApiError("missing_parameter", message, param="image")
         self._images.check(id, pictures.images[0])
         if id in self._images:
             self._forget_recordings(id)  # they may be of another image
@@ -323,12 +322,10 @@ class Front:
         self._dispatch.decide(tick=tick)
 
     async def _tick(self) -> None:
-        """Run the periodic checks every `TICK_SECONDS`."""
         while True:
             try:
                 self._look()
-            except Exception:
-                # the next tick may succeed; without ticks all requests would hang
+            except Exception:  # without ticks all requests would hang
                 log.exception("tick_failed")
             await asyncio.sleep(TICK_SECONDS)
 
@@ -343,8 +340,8 @@ class Front:
             self.workers.kill(name, "no step for too long")
         if self.workers.hopeless():
             self._readiness.give_up()
-            message = "the workers died and none could be started again"
-            self._dispatch.fail_all(lambda: ApiError("no_workers", message, retry_after=LATER))
+            why = "the workers died and none could be started again"
+            self._dispatch.fail_all(lambda: ApiError("no_workers", why, retry_after=LATER))
         self._growth.look(self._clock())
         self._dispatch.decide(tick=True)
 
@@ -365,8 +362,8 @@ class Front:
             log.warning("message_dropped", worker=worker, error=str(error))
             if isinstance(message, Done):
                 text = "the picture came back damaged"
-                damaged = Failed(message.id, message.attempt, "generation_failed", text)
-                self._dispatch.failed(worker, damaged)
+
+    X.failed(worker, damaged)
 
     def _take(self, worker: str, message: FromWorker, parts: Sequence[Part]) -> None:
         match message:
@@ -397,8 +394,7 @@ class Front:
             log.info("worker_ready", worker=worker, model=card.name, slots=ready.slots)
             self._readiness.loaded(card)
             self._nodes.joined(worker, ready.node)
-            self._dispatch.joined(
-                worker, max(1, ready.slots), ready.on_disk, ready.loads, ready.disk
-            )
+            slots = max(1, ready.slots)
+            self._dispatch.joined(worker, slots, ready.on_disk, ready.loads, ready.disk)
             self._images.report_unknown(ready.on_disk, self._forget_unknown)
             self._decide_soon()
