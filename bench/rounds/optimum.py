@@ -68,7 +68,7 @@ def bound(jobs: Sequence[Job], devices: int) -> int:
         bounds=Bounds(0, np.concatenate([np.full(times, np.inf), np.ones(count)])),
     )
     assert found.success, found.message
-    return round(-found.fun)
+    return int(-found.fun + 0.5)
 
 
 def best_list(jobs: Sequence[Job], devices: int) -> int:

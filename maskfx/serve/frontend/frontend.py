@@ -362,8 +362,8 @@ class Front:
             log.warning("message_dropped", worker=worker, error=str(error))
             if isinstance(message, Done):
                 text = "the picture came back damaged"
-
-    X.failed(worker, damaged)
+                damaged = Failed(message.id, message.attempt, "generation_failed", text)
+                self._dispatch.failed(worker, damaged)
 
     def _take(self, worker: str, message: FromWorker, parts: Sequence[Part]) -> None:
         match message:
