@@ -171,9 +171,7 @@ class Front:
     async def record(self, request: Request, pictures: Pictures) -> TemplateInfo:
         id = request.template or request.id
         if not pictures.images:
-            raise ApiError(
-                "missing_parameter", "send the template's picture as image", param="image"
-            )
+            raise ApiError("missing_parameter", "send the picture as image", param="image")
         self._images.check(id, pictures.images[0])
         if id in self._images:
             self._forget_recordings(id)  # they may be of another image
@@ -308,8 +306,7 @@ class Front:
             self._forget_recordings(template)  # deleted while the worker wasn't running
 
     def _info(self, leaf: TemplateImage) -> TemplateInfo:
-        pool = self._dispatch.pool
-        return leaf.info(pool.sizes(leaf.id), pool.with_template(leaf.id))
+        return leaf.info((pool := self._dispatch.pool).sizes(leaf.id), pool.with_template(leaf.id))
 
     # Scheduling, once per event loop iteration
 
@@ -397,8 +394,7 @@ class Front:
             log.info("worker_ready", worker=worker, model=card.name, slots=ready.slots)
             self._readiness.loaded(card)
             self._nodes.joined(worker, ready.node)
-            self._dispatch.joined(
-                worker, max(1, ready.slots), ready.on_disk, ready.loads, ready.disk
-            )
+            slots = max(1, ready.slots)
+            self._dispatch.joined(worker, slots, ready.on_disk, ready.loads, ready.disk)
             self._images.report_unknown(ready.on_disk, self._forget_unknown)
             self._decide_soon()
