@@ -16,7 +16,7 @@ from maskfx.errors import InputError
 from maskfx.runtime.cache import objects as objects_module
 from maskfx.runtime.cache import remote_entries
 from maskfx.runtime.cache.objects import Objects, is_url, open_objects
-from maskfx.runtime.cache.remote_entries import INDEX, ROWS, folder_of
+from maskfx.runtime.cache.remote_entries import INDEX, ROWS, USED, folder_of
 from maskfx.runtime.cache.remote_store import RemoteStore
 from maskfx.runtime.cache.serialize import encode
 from maskfx.runtime.cache.store_entry import HEADER, EntryKey, header_of
@@ -189,6 +189,7 @@ def test_a_claimed_length_takes_no_memory(objects: Objects) -> None:
 def test_a_torn_write_is_no_entry(objects: Objects) -> None:
     """A writer that died between the payload and the index, and one before the payload."""
     run(objects, lambda: objects.put(rows_of(key()), PAYLOAD))
+    run(objects, lambda: objects.put(f"{folder_of(key().digest())}/{USED}", b"used"))
     store = remote(objects)
     assert store.get(key()) is None
     assert not store.touch(key())

@@ -235,7 +235,7 @@ def test_pins_that_fill_memory_send_the_rest_to_disk(tmp_path: Path):
 def test_what_is_unused_for_too_long_is_a_miss_in_every_tier(tmp_path: Path):
     now = [1000.0]
     tiers = tiers_of(tmp_path, host=2, ttl=10, clock=lambda: now[0])
-    assert tiers.store is not None
+    assert isinstance(tiers.store, Store)
     tiers.store.clock = lambda: now[0]
     for i in range(3):
         tiers.put(key(step=i), STEPS[i])
@@ -359,7 +359,7 @@ def test_a_step_that_cannot_be_stored_stays_in_memory(tmp_path: Path):
 
 def test_a_damaged_file_is_a_miss_and_counted(tmp_path: Path):
     tiers = tiers_of(tmp_path, host=1)
-    assert tiers.store is not None
+    assert isinstance(tiers.store, Store)
     for i in range(3):
         tiers.put(key(step=i), STEPS[i])
     path = tiers.store.path(key(step=0).digest())
@@ -661,7 +661,7 @@ def test_steps_move_between_a_gpu_pinned_memory_and_disk(tmp_path: Path, encodin
 
 
 def disk_of(tiers: Tiers) -> QuickDisk:
-    assert tiers.store is not None
+    assert isinstance(tiers.store, Store)
     assert isinstance(tiers.store.disk, QuickDisk)
     return tiers.store.disk
 

@@ -23,7 +23,7 @@ def tiers(tmp_path: Path) -> Tiers:
 
 
 def stored(tiers: Tiers) -> Store:
-    assert tiers.store is not None
+    assert isinstance(tiers.store, Store)
     return tiers.store
 
 
@@ -126,6 +126,7 @@ def test_an_object_store_has_the_index_too(tmp_path: Path) -> None:
     assert second.forget("hat") == ["a"]
     second.close()
     assert again.flush()
+    assert not list((tmp_path / "store" / FOLDER).rglob("a*"))
     assert len(RemoteStore(url).ls()) == len(others)
     assert Recordings(again, url).on_disk().keys() == {"coat"}
 
