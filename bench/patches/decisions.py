@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m bench.patches.decisions
 
 Of 24 stretches, 16 requests and 64 patches: the judge alone (one gather of its table), all sets of
-a step (the judge twice per request, and what follows from stretch to stretch), the same chosen
+a step (request by request, and for all requests together, as pipelines decide), the same chosen
 stretch by stretch (one call of the judge for each, for all requests), and summing the changes of
 the rows between stretches while they are replaced, beside replacing them alone; both with the plain
 operators, too, instead of C. CPU time, because machines are shared. Writes
@@ -33,7 +33,7 @@ from maskfx.runtime.cache.patch_changes import PatchChanges, boundary_taps
 from maskfx.runtime.cache.rolling import write_rows
 from maskfx.runtime.reuse.judges import PatchFeatures, TableJudge, Threshold
 from maskfx.runtime.reuse.patch_choice import PatchChoice, StretchState, choose_patches
-from maskfx.runtime.reuse.patches import PatchReuse, PatchState
+from maskfx.runtime.reuse.patches import PatchDecision, PatchReuse, PatchState, decide_together
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.sites.patches import PatchGrid
 
@@ -66,6 +66,10 @@ def judging(rounds: int) -> dict[str, harness.Figure]:
     def all_sets(judge: Any) -> Callable[[], object]:
         return lambda: [state.decide(settings, judge, inputs, 0.5, 1) for state in states]
 
+    def together(judge: Any) -> Callable[[], object]:
+        own = [PatchDecision(state, settings, judge, inputs, 0.5, 1) for state in states]
+        return lambda: decide_together(own)
+
     def by_stretch(judge: Any) -> Callable[[], object]:
         own = PatchReuse(sets="each", order="stretch")
         inside, none = np.ones(PATCHES, bool), Mask(torch.zeros(1, dtype=torch.bool))
@@ -85,6 +89,8 @@ def judging(rounds: int) -> dict[str, harness.Figure]:
         "chosen by stretch, table": timed(by_stretch(table), rounds),
         "chosen by stretch, threshold": timed(by_stretch(Threshold(0.5)), rounds),
         "judge alone, table": timed(lambda: table.computes(asked), rounds),
+        "all sets of a step together, table": timed(together(table), rounds),
+        "all sets of a step together, threshold": timed(together(Threshold(0.5)), rounds),
         "all sets of a step, table": timed(all_sets(table), rounds),
         "all sets of a step, threshold": timed(all_sets(Threshold(0.5)), rounds),
     }

@@ -19,6 +19,7 @@ from maskfx.pipelines.schedule import Schedule
 from maskfx.pipelines.template_library import TemplateIncomplete, TemplateLibrary
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
+from maskfx.runtime.reuse.patches import PatchDecision
 from maskfx.runtime.reuse.session import Times
 from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, LateExchange, RecordStep
@@ -76,8 +77,8 @@ class CallHandler(Protocol):
         """Return the initial latents to use in place of the pipeline's."""
         ...
 
-    def choose(self, part: CallPart) -> AnyStep:
-        """Return the step for this call."""
+    def choose(self, part: CallPart) -> AnyStep | PatchDecision:
+        """Return the step for this call, or what is decided before, with those of other calls."""
         ...
 
     def upcoming(self, part: CallPart, now: EditStep) -> EditStep | None:

@@ -27,6 +27,7 @@ from maskfx.pipelines.template_reader import TemplateReader
 from maskfx.pipelines.videos import VideoMask
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
+from maskfx.runtime.reuse.patches import PatchDecision
 from maskfx.runtime.reuse.session import EditSession
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep
@@ -132,13 +133,15 @@ class EditHandler:
         cache = None if self.template is None else self.template.coded(part)
         return None if cache is None else edit_of(cache, part.inputs)
 
-    def choose(self, part: CallPart) -> AnyStep:
+    def choose(self, part: CallPart) -> AnyStep | PatchDecision:
         step = self._choose(part)
+        if isinstance(step, PatchDecision):
+            return step
         if self.patches is not None and self.patches.has_asked(part.position):
             return step
         return with_stretches(step, part.denoiser, self.quality.wide)
 
-    def _choose(self, part: CallPart) -> AnyStep:
+    def _choose(self, part: CallPart) -> AnyStep | PatchDecision:
         name = part.position.name
         if kind := open_objects(part.inputs):
             self.notes[f"{name}: a {kind} is handed on between its calls; it runs dense"] += 1
@@ -159,13 +162,13 @@ class EditHandler:
             self.notes[f"{name}: no recording of a step; it goes by its own steps"] += 1
         return self._from_session(part, mask)
 
-    def _with_patches(self, part: CallPart, edit: EditStep) -> EditStep:
+    def _with_patches(self, part: CallPart, edit: EditStep) -> AnyStep | PatchDecision:
         """Return the edit, or one that keeps patches of the mask from the run's last step."""
         if self.patches is None or self.quality.wide or not edit.mask.any() or edit.mask.all():
             return edit
         return self.patches.ask_template(part, edit, self._grids) or edit
 
-    def _from_session(self, part: CallPart, mask: Tensor) -> AnyStep:
+    def _from_session(self, part: CallPart, mask: Tensor) -> AnyStep | PatchDecision:
         """Return a step that is recorded, or an edit of an earlier step of the run."""
         if self.patches is not None and part.denoiser.settings.stretches:
             return self.patches.ask(part, tuple(mask.shape), self._grids, mask)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from math import inf, isfinite
 from threading import Lock
 from weakref import WeakKeyDictionary
@@ -18,31 +17,19 @@ from torch.utils import _pytree as pytree
 
 from maskfx.errors import CacheError, InputError, NumberError, SizesDisagree
 from maskfx.ir import progress
-from maskfx.ir.level_shares import MaskWork
 from maskfx.ops import wide
-from maskfx.pipelines.batches import batch_of, picture_of
-from maskfx.pipelines.call_handler import CallPart
-from maskfx.pipelines.computed_sites import kind_of, mask_work, sites_of
+from maskfx.pipelines.batches import picture_of
+from maskfx.pipelines.computed_sites import sites_of
 from maskfx.pipelines.interception import bars_disabled
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.stand_in import computing
+from maskfx.pipelines.step_members import CallMember, choose_steps, count_sites, settled
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.dense_ways import DenseBatch, DenseWay
 from maskfx.runtime.step_executor import StepExecutor
-from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed, with_late
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class CallMember:
-    """A member of a step: one call, or one sample of a call that lists several."""
-
-    call: DenoiserCall
-    part: CallPart
-    step: AnyStep
-    result: object = None
-    error: Exception | None = None
 
 
 Executors = Callable[[CompiledDenoiser], StepExecutor | None]  # None: in this thread
@@ -149,6 +136,7 @@ def run_group(
                 members.append(choose_steps(call))
             except Exception as error:
                 call.error = error
+        members = settled(members)
         flat = [member for own in members for member in own]
         if flat:
             run_parts(calls[0].denoiser, flat, executor)
@@ -166,35 +154,6 @@ def switched_as_begun(calls: Sequence[DenoiserCall]) -> Iterator[None]:
         for settings in found:
             stack.enter_context(settings.switched())
         yield
-
-
-def choose_steps(call: DenoiserCall) -> list[CallMember]:
-    """Return the steps that the run's handler chooses for a call."""
-    members = []
-    for part in call.parts():
-        step = completed(call.run.handler.choose(part), part)
-        members.append(CallMember(call, part, step))
-        call.whole += sites_of(step, call.run.active)[1]
-        call.samples += batch_of(step.inputs)
-        call.kind = kind_of(step)
-    count_sites(members)
-    return members
-
-
-def completed(step: AnyStep, part: CallPart) -> AnyStep:
-    step = replace(step, adapters=part.adapters) if part.adapters else step
-    return step if part.late is None else with_late(step, part.late)
-
-
-def count_sites(members: Sequence[CallMember]) -> None:
-    """Set the number of sites that a call computes; it is known in full after its step."""
-    call = members[0].call
-    call.sites = sum(sites_of(member.step, call.run.active)[0] for member in members)
-    shares = call.denoiser.level_shares
-    works = [mask_work(member.step, shares, call.run.mask) for member in members]
-    known = [work for work in works if work is not None]
-    if len(known) == len(works):
-        call.work = MaskWork(*map(sum, zip(*known, strict=True)))
 
 
 def run_parts(

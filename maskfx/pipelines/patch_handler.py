@@ -27,7 +27,7 @@ from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.reuse.judges import AUTO, FILE
 from maskfx.runtime.reuse.patch_calls import ObservedCall, PatchCounts
 from maskfx.runtime.reuse.patch_session import PatchSession
-from maskfx.runtime.reuse.patches import PatchReuse
+from maskfx.runtime.reuse.patches import PatchDecision, PatchReuse
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.sites.patches import PatchGrid
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep
@@ -57,24 +57,24 @@ class PatchSessions:
 
     def ask(
         self, part: CallPart, shape: tuple[int, ...], grids: MaskGrids | None, mask: Tensor | None
-    ) -> AnyStep:
-        """Return the step of a call whose sites have this shape."""
+    ) -> AnyStep | PatchDecision:
+        """Return the step of a call whose sites have this shape, or what decides it."""
         _, step, branch = part.position
         session = self._session(part, shape, grids, mask)
         if session is None:
             return DenseStep(part.inputs)
         self._asked[part.position] = session
-        return session.ask(step, branch, part.inputs, part.times or None, part.steps)
+        return session.begin(step, branch, part.inputs, part.times or None, part.steps)
 
     def ask_template(
         self, part: CallPart, edit: EditStep, grids: MaskGrids | None
-    ) -> EditStep | None:
-        """Return the step of an edit of a template; None if the edit runs as it is."""
+    ) -> AnyStep | PatchDecision | None:
+        """Return the step of an edit of a template, or what decides it; None: it runs as it is."""
         _, step, branch = part.position
         session = self._session(part, tuple(edit.mask.shape), grids, edit.mask)
         if session is None:
             return None
-        found = session.ask_template(step, branch, edit, part.times, part.steps)
+        found = session.begin_template(step, branch, edit, part.times, part.steps)
         if found is not None:
             self._asked[part.position] = session
         return found
@@ -166,7 +166,7 @@ class PatchHandler(DenseHandler):
             self._grids.latents = latents
         return outputs
 
-    def choose(self, part: CallPart) -> AnyStep:
+    def choose(self, part: CallPart) -> AnyStep | PatchDecision:  # type: ignore[override]
         name = part.position.name
         if kind := open_objects(part.inputs):
             self.patches.notes[

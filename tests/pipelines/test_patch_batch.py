@@ -12,8 +12,9 @@ import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines import execute
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.execute import CallMember, run_by_module
+from maskfx.pipelines.execute import run_by_module
 from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.step_members import CallMember
 from maskfx.runtime.dense_ways import TRIES, DenseBatch, DenseWay, DenseWays
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.steps import DenseStep, EditStep

@@ -17,7 +17,7 @@ from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.observed_runs import Everything
 from maskfx.pipelines.quality import Quality
 from maskfx.runtime.cache.rolling_pool import RollingPool
-from maskfx.runtime.reuse.judges import Bools, PatchFeatures
+from maskfx.runtime.reuse.judges import Bools, PatchFeatures, Threshold
 from maskfx.runtime.reuse.patches import PatchReuse
 from tests.factories.pipelines import (
     PIPES,
@@ -172,6 +172,48 @@ def test_requests_of_other_sizes_steps_and_kinds_share_steps() -> None:
         assert 0 < tickets[0].sites < tickets[0].whole
     for one, other in zip(found, wanted, strict=True):
         assert distance(one, other) < 1e-4
+    share(pipe)
+
+
+def test_a_judge_is_asked_once_for_all_requests_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose own judge fails fails by itself."""
+    pipe, asked = pipe_of(FLUX), list[int]()
+    original = Threshold.computes
+
+    def computes(judge: Threshold, features: PatchFeatures) -> Bools:
+        asked.append(features.change.shape[1])
+        return original(judge, features)
+
+    class Broken(Everything):
+        def computes(self, features: PatchFeatures) -> Bools:
+            raise RuntimeError("no decision")
+
+    monkeypatch.setattr(Threshold, "computes", computes)
+    wanted = [
+        latents(pipe, **{**call(FLUX, n), "generator": noise(n)}, quality=reuse(threshold=0.3))
+        for n in range(3)
+    ]
+    alone = set(asked)
+    asked.clear()
+    qualities = [*[reuse(threshold=0.3)] * 3, reuse(judge=Broken())]
+    with maskfx.Engine(maskfx.BatchPolicy(patience=0.5)) as engine:
+        tickets = [
+            engine.submit(
+                pipe,
+                **{**call(FLUX, n), "generator": noise(n)},
+                quality=quality,
+                output_type="latent",
+                return_dict=False,
+            )
+            for n, quality in enumerate(qualities)
+        ]
+        found = [ticket.result()[0] for ticket in tickets[:3]]
+        with pytest.raises(RuntimeError, match="no decision"):
+            tickets[3].result()
+    for one, other in zip(found, wanted, strict=True):
+        assert distance(one, other) < 1e-4
+    assert len(alone) == 1
+    assert max(asked) == 3 * max(alone)
     share(pipe)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from math import prod
 
+import numpy as np
 from torch import Tensor
 
 from maskfx.ir.grids import Floats
@@ -14,6 +16,8 @@ from maskfx.runtime.reuse.judges import Bools
 from maskfx.runtime.reuse.kept_outputs import KeptOutputs
 from maskfx.runtime.reuse.patch_choice import PatchChoice
 from maskfx.runtime.reuse.patches import PatchState
+from maskfx.runtime.reuse.session import Times
+from maskfx.runtime.sites.patches import PatchGrid
 
 
 class PatchCall(Enum):
@@ -41,6 +45,23 @@ class PendingCall:
     def done(self) -> PendingCall:
         """Return the call with what its step has computed."""
         return self if self.choice is None else replace(self, computed=self.choice.computed)
+
+
+def shares_of(pending: PendingCall, grid: PatchGrid, mask: Tensor | None) -> Floats:
+    """Return the computed share of all sites, by stretch; one number for a call in full.
+
+    Args:
+        pending: The call.
+        grid: The patches.
+        mask: The sites to which calls are restricted unless they compute everywhere.
+    """
+    if pending.computed is None:
+        return np.ones(1)
+    sizes = grid.sizes
+    if not pending.everywhere and mask is not None:
+        inside = mask.reshape(-1).numpy()
+        sizes = np.bincount(grid.ids, weights=inside, minlength=grid.count)
+    return np.asarray((pending.computed * sizes).sum(1) / prod(grid.shape))
 
 
 @dataclass(frozen=True)
@@ -88,6 +109,18 @@ class Branch:
     partial: bool = True  # whether the last call that kept patches computed some
     stale: bool = False  # whether a call was computed whose rows the cache lacks
     refused: bool = False
+
+    def noise(self, times: Times) -> float:
+        """Return the time of a call divided by that of the first one."""
+        if self.first_time is None:
+            self.first_time = times[0]
+        return times[0] / self.first_time if self.first_time else 1.0
+
+    def fits(self, found: Tensor | None) -> bool:
+        """Return False for a call of another shape, as when guidance ends."""
+        if self.read is None or found is None:
+            return (self.read is None) == (found is None)
+        return self.read.shape == found.shape
 
     def close(self) -> None:
         if self.cache is not None:

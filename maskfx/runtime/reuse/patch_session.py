@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from maskfx.errors import CacheError
-from maskfx.ir.grids import Floats
 from maskfx.ir.program import STRETCH
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.rolling_pool import RollingPool
@@ -35,9 +34,10 @@ from maskfx.runtime.reuse.patch_calls import (
     PatchCall,
     PatchCounts,
     PendingCall,
+    shares_of,
 )
 from maskfx.runtime.reuse.patch_choice import PatchChoice, StretchState
-from maskfx.runtime.reuse.patches import PatchReuse, PatchState
+from maskfx.runtime.reuse.patches import PatchDecision, PatchReuse, PatchState
 from maskfx.runtime.reuse.session import Times, recorded, times_of
 from maskfx.runtime.reuse.site_inputs import SiteInputs
 from maskfx.runtime.sites.mask import Mask
@@ -47,6 +47,7 @@ from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
 RECORDED = 2  # full steps that are recorded before the first one that keeps patches
 # Share of kept sites below which a call computes all: its rows cost 5 to 16 % more than the module.
 LEAST_KEPT = 1 / 6
+Finish = Callable[[PendingCall], AnyStep]  # makes the step of a call whose patches are decided
 
 
 @dataclass
@@ -104,7 +105,19 @@ class PatchSession:
         times: Times | None = None,
         calls: int | None = None,
     ) -> AnyStep:
-        """Return the step to run for a call; pass its result to `take`.
+        """Return the step to run for a call; pass its result to `take`."""
+        found = self.begin(ordinal, branch, inputs, times, calls)
+        return found.step() if isinstance(found, PatchDecision) else found
+
+    def begin(
+        self,
+        ordinal: int,
+        branch: str,
+        inputs: Mapping[str, object],
+        times: Times | None = None,
+        calls: int | None = None,
+    ) -> AnyStep | PatchDecision:
+        """Return the step to run for a call, or what has to be decided first, with other requests'.
 
         Args:
             ordinal: The call's index; must increase within a branch.
@@ -115,10 +128,10 @@ class PatchSession:
         """
         own = self._branches.setdefault(branch, Branch())
         found = self._inputs.find(inputs)
-        if own.cache is not None and not self._fits(own, found):
+        if own.cache is not None and not own.fits(found):
             own.close()
         number, settings = own.calls, self.settings
-        noise = self._noise(own, times or times_of(inputs, ordinal))
+        noise = own.noise(times or times_of(inputs, ordinal))
         if own.refused or settings.keeps_nothing or settings.is_last(ordinal, calls):
             own.close()
             return self._pend(ordinal, branch, PendingCall(PatchCall.DENSE, number, inputs, noise))
@@ -130,17 +143,18 @@ class PatchSession:
         everywhere = number < settings.first or self.mask is None
         everywhere = everywhere or number - own.full >= self.refresh
         pending = PendingCall(PatchCall.PATCHES, number, inputs, noise, None, everywhere)
-        if number < settings.first or (self.mask is not None and everywhere):
-            pending = replace(pending, computed=np.ones_like(own.state.age, bool))
-        else:
-            pending = self._decided(own, pending, found)
-        if not self._by_stretch:
-            pending = self._cheapest(own, pending)
-        return self._pend(ordinal, branch, pending)
 
-    def ask_template(
+        def finish(decided: PendingCall) -> AnyStep:
+            known = decided if self._by_stretch else self._cheapest(own, decided)
+            return self._pend(ordinal, branch, known)
+
+        if number < settings.first or (self.mask is not None and everywhere):
+            return finish(replace(pending, computed=np.ones_like(own.state.age, bool)))
+        return self._decided(own, pending, found, finish)
+
+    def begin_template(
         self, ordinal: int, branch: str, template: EditStep, times: Times, calls: int | None
-    ) -> EditStep | None:
+    ) -> AnyStep | PatchDecision | None:
         """Return the step of an edit of a template that keeps patches inside of the mask.
 
         Outside of the mask the rows are the template's of this step. Return None if the edit of the
@@ -155,9 +169,9 @@ class PatchSession:
         """
         own, inputs = self._branches.setdefault(branch, Branch()), template.inputs
         found, number = self._inputs.find(inputs), own.calls
-        if own.cache is not None and not self._fits(own, found):
+        if own.cache is not None and not own.fits(found):
             own.close()
-        noise = self._noise(own, times or times_of(inputs, ordinal))
+        noise = own.noise(times or times_of(inputs, ordinal))
         if own.refused or self.settings.keeps_nothing or self.settings.is_last(ordinal, calls):
             own.close()
             return None
@@ -179,19 +193,21 @@ class PatchSession:
         self._lay_under(own.cache, template.cache)
         computed = np.broadcast_to(self._inside, own.state.age.shape)
         pending = PendingCall(PatchCall.PATCHES, number, inputs, noise, computed, False)
-        if not begins and number >= self.settings.first:
-            pending = self._decided(own, pending, found)
-        step = self._pend(ordinal, branch, pending)
-        assert isinstance(step, EditStep), "patches are an edit"
-        return step
+        finish = partial(self._pend, ordinal, branch)
+        if begins or number < self.settings.first:
+            return finish(pending)
+        return self._decided(own, pending, found, finish)
 
-    def _decided(self, own: Branch, pending: PendingCall, found: Tensor | None) -> PendingCall:
-        """Return a call with the patches that it computes, or with what chooses them."""
+    def _decided(
+        self, own: Branch, pending: PendingCall, found: Tensor | None, finish: Finish
+    ) -> AnyStep | PatchDecision:
+        """Return the step of a call that chooses its patches, or what is to be decided before."""
         assert own.state is not None, "a cache without a state"
         change, noise, number = self._inputs.change(own.read, found), pending.noise, pending.number
         if not self._by_stretch:
-            computed = own.state.decide(self.settings, self._judge, change, noise, number)
-            return replace(pending, computed=computed & self._inside)
+            state, settings, judge = own.state, self.settings, self._judge
+            settle = partial(self._settled, pending, finish)
+            return PatchDecision(state, settings, judge, change, noise, number, settle)
 
         def mask_of(row: Bools) -> Mask:
             return Mask(self._mask_of(row, pending.everywhere, {}))
@@ -199,7 +215,10 @@ class PatchSession:
         choice = PatchChoice(
             self.settings, self._judge, own.state, change, self._inside, noise, number, mask_of
         )
-        return replace(pending, computed=None, choice=choice)
+        return finish(replace(pending, computed=None, choice=choice))
+
+    def _settled(self, pending: PendingCall, finish: Finish, computed: Bools) -> AnyStep:
+        return finish(replace(pending, computed=computed & self._inside))
 
     def _lay_under(self, cache: RollingCache, recording: StepCache) -> None:
         """Replace a cache's outputs outside of the mask by a recording's."""
@@ -220,7 +239,7 @@ class PatchSession:
         and the first one to read rows again is computed in full and recorded in its turn.
         """
         assert pending.computed is not None, "patches without a choice"
-        share = float(self._shares(pending).mean())
+        share = float(shares_of(pending, self.grid, self._masked).mean())
         if share > 1 - LEAST_KEPT and pending.everywhere:
             pending = replace(pending, computed=np.ones_like(pending.computed))
             share = 1.0
@@ -268,7 +287,7 @@ class PatchSession:
         own.calls = pending.number + 1
         if self.observer is not None:
             self._observe(branch, own, pending, output)
-        self.counts.add(self._shares(pending), self.sites)
+        self.counts.add(shares_of(pending, self.grid, self._masked), self.sites)
         return output
 
     def fail(self, ordinal: int, branch: str) -> None:
@@ -363,24 +382,9 @@ class PatchSession:
         outside = ~self._masked.reshape(-1).numpy()
         return np.asarray(self.grid.ids + self.grid.count * outside)
 
-    def _noise(self, own: Branch, times: Times) -> float:
-        if own.first_time is None:
-            own.first_time = times[0]
-        return times[0] / own.first_time if own.first_time else 1.0
-
     @cached_property
     def sites(self) -> int:
         return prod(self.grid.shape)
-
-    def _shares(self, pending: PendingCall) -> Floats:
-        """Return the computed share of all sites, by stretch; one number for a call in full."""
-        if pending.computed is None:
-            return np.ones(1)
-        sizes = self.grid.sizes
-        if not pending.everywhere and self._masked is not None:
-            inside = self._masked.reshape(-1).numpy()
-            sizes = np.bincount(self.grid.ids, weights=inside, minlength=self.grid.count)
-        return np.asarray((pending.computed * sizes).sum(1) / self.sites)
 
     def _mask_of(self, row: Bools, everywhere: bool, known: dict[bytes, Tensor]) -> Tensor:
         key = row.tobytes()
@@ -392,9 +396,3 @@ class PatchSession:
     def _read(self, own: Branch, inputs: Mapping[str, object], computed: Bools) -> None:
         """Store the input where the first stretch has read it."""
         own.read = self._inputs.read(own.read, self._inputs.find(inputs), computed)
-
-    def _fits(self, own: Branch, found: Tensor | None) -> bool:
-        """Return False for a call of another shape, as when guidance ends."""
-        if own.read is None or found is None:
-            return (own.read is None) == (found is None)
-        return own.read.shape == found.shape

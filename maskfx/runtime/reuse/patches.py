@@ -9,10 +9,11 @@ executes the decisions.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +28,12 @@ from maskfx.runtime.reuse.judges import (
     Threshold,
     cascade,
     judge_in,
+    judge_together,
     load_judge,
 )
+
+if TYPE_CHECKING:
+    from maskfx.runtime.steps import AnyStep
 
 KEPT_OUTPUTS = ("hold", "extrapolate")
 SETS = ("alike", "each")
@@ -171,15 +176,8 @@ class PatchState:
             noise: The time of the step divided by that of the first one.
             call: The number of the call.
         """
-        resting = self.since.copy()
-        resting[0] = inputs
-        moving = resting.copy()
-        moving[1:] += self.rate[1:] * self.age[:-1].astype(np.float32)
-        both = [judge.computes(PatchFeatures(c, self.age, noise, call)) for c in (moving, resting)]
-        for row in self.followers:
-            both[0][row], both[1][row] = True, False
-        found = cascade(both[0], both[1], self.age > settings.age, self.sources)
-        return np.broadcast_to(found.any(0), found.shape) if settings.sets == "alike" else found
+        [found] = decide_together([PatchDecision(self, settings, judge, inputs, noise, call)])
+        return found
 
     def advance(self, computed: Bools, changes: Floats | None) -> None:
         """Learn what a step computed, and how far the inputs of stretches changed by it.
@@ -197,3 +195,62 @@ class PatchState:
         self.since = np.where(computed, np.float32(0), self.since + changes)
         self.since[0] = 0.0
         self.age = np.where(computed, 1, self.age + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class PatchDecision:
+    """What one call's next step computes, to be decided; see `PatchState.decide`.
+
+    Args:
+        settle: Returns the step of the call when it is decided.
+    """
+
+    state: PatchState
+    settings: PatchReuse
+    judge: Judge
+    inputs: Floats
+    noise: float
+    call: int
+    settle: Callable[[Bools], AnyStep] | None = None
+
+    def features(self) -> tuple[PatchFeatures, PatchFeatures]:
+        """Return the features if the stretches before compute a patch, and if they keep it."""
+        state = self.state
+        resting = state.since.copy()
+        resting[0] = self.inputs
+        moving = resting.copy()
+        moving[1:] += state.rate[1:] * state.age[:-1].astype(np.float32)
+        found = [PatchFeatures(c, state.age, self.noise, self.call) for c in (moving, resting)]
+        return found[0], found[1]
+
+    def step(self, computed: Bools | None = None) -> AnyStep:
+        """Return the step of the call; without `computed` it is decided by itself."""
+        assert self.settle is not None, "a decision of no call"
+        return self.settle(decide_together([self])[0] if computed is None else computed)
+
+
+def decide_together(asked: Sequence[PatchDecision]) -> list[Bools]:
+    """Return, by decision, what its step computes, by stretch and patch.
+
+    The patches of all requests with as many stretches lie side by side: each judge is asked once,
+    and what a stretch passes on to the next one is followed for all of them at once.
+    """
+    groups: dict[int, list[int]] = {}
+    for number, one in enumerate(asked):
+        groups.setdefault(one.state.stretches, []).append(number)
+    found: dict[int, Bools] = {}
+    for numbers in groups.values():
+        own = [asked[number] for number in numbers]
+        judged = judge_together([(one.judge, each) for one in own for each in one.features()])
+        for place, one in enumerate(own):
+            for row in one.state.followers:
+                judged[2 * place][row], judged[2 * place + 1][row] = True, False
+        forced = [one.state.age > one.settings.age for one in own]
+        parts = (judged[::2], judged[1::2], forced)
+        moving, resting, always = (np.concatenate(part, 1) for part in parts)
+        computed = cascade(moving, resting, always, own[0].state.sources)
+        ends = np.cumsum([one.state.patches for one in own])[:-1]
+        for number, one, each in zip(numbers, own, np.split(computed, ends, 1), strict=True):
+            alike = one.settings.sets == "alike"
+            found[number] = np.broadcast_to(each.any(0), each.shape) if alike else each
+    return [found[number] for number in range(len(asked))]

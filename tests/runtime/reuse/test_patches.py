@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from torch import Tensor
 import maskfx
 from maskfx.errors import InputError
 from maskfx.runtime.cache.rolling_pool import RollingPool
-from maskfx.runtime.reuse.judges import Bools, PatchFeatures, Threshold, cascade
+from maskfx.runtime.reuse.judges import Bools, PatchFeatures, TableJudge, Threshold, cascade
 from maskfx.runtime.reuse.kept_outputs import KeptOutputs
 from maskfx.runtime.reuse.patch_session import PatchSession
-from maskfx.runtime.reuse.patches import PatchReuse, PatchState
+from maskfx.runtime.reuse.patches import PatchDecision, PatchReuse, PatchState, decide_together
 from maskfx.runtime.sites.patches import PatchGrid
 from maskfx.runtime.steps import AnyStep, EditStep
 from tests.factories.pools import poison
@@ -232,6 +233,43 @@ def test_a_mask_may_cover_the_last_patches_entirely() -> None:
         [result] = denoiser_of(FLUX).step([step])
         session.take(number, "", result)
     assert 0 < session.counts.share < 1
+
+
+def test_decisions_made_together_are_those_of_each_request() -> None:
+    """With other judges, settings and numbers of patches; equal judges are asked once."""
+    draw = np.random.default_rng(3)
+    threshold, asked = Threshold(0.4), list[int]()
+    table = TableJudge(draw.random((4, 3, 2, 8)) < 0.5, {})
+    decisions = []
+    for number in range(8):
+        stretches, patches = (4, 3)[number == 5], 6 + number
+        reported = range(2, stretches + 1) if number % 3 else (2,)
+        state = PatchState(stretches, patches, reported)
+        for _ in range(3):
+            changes = draw.random((stretches, patches)).astype(np.float32)
+            state.advance(draw.random((stretches, patches)) < 0.5, changes)
+        settings = PatchReuse(age=(2, 9)[number % 2], sets=("alike", "each")[number % 2])
+        judge = table if number in (0, 3, 7) else threshold
+        inputs = draw.random(patches).astype(np.float32)
+        decisions.append(PatchDecision(state, settings, judge, inputs, 0.1 * number, number))
+    wanted = [
+        one.state.decide(one.settings, one.judge, one.inputs, one.noise, one.call)
+        for one in decisions
+    ]
+    together = decide_together(decisions)
+    for found, expected in zip(together, wanted, strict=True):
+        assert np.array_equal(found, expected)
+    assert any(not found.all() for found in together)
+    assert decide_together([]) == []
+
+    class Counted(Threshold):
+        def computes(self, features: PatchFeatures) -> Bools:
+            asked.append(features.change.shape[1])
+            return super().computes(features)
+
+    same = Counted(0.4)
+    decide_together([replace(one, judge=same) for one in decisions[:4]])
+    assert asked == [2 * sum(one.state.patches for one in decisions[:4])]
 
 
 def test_frames_have_patches_of_their_own() -> None:
