@@ -18,7 +18,7 @@ paper). A request's adapters are distinct.
 `stationary` draws all requests from the same law; in `drifting` (an assumption: the paper gives no
 figure for it) a tenth of the adapters change places with others after each 20th of the requests.
 
-The policies are those of `maskfx.engine.popularity`, which the engine uses for nets: LRU, LFU, and
+The policies are those of `maskfx.runtime.popularity`, which the engine uses for nets: LRU, LFU, and
 LFU whose counts halve with a half-life, in uses. `miss_ratio` is the share of invocations whose
 adapter isn't resident; `loads_per_switch` the number of loads of a request that uses other adapters
 than the one before, as in figure 6 of the paper. `miss_ratio_of_the_top_always_resident` is the
@@ -38,13 +38,13 @@ import numpy as np
 
 from bench.harness import ROOT, header, write_json
 from bench.report import columns
-from maskfx.engine.popularity import (
+from maskfx.engine.services import HALF_LIFE
+from maskfx.runtime.popularity import (
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
     Popularity,
     ResidentSet,
 )
-from maskfx.engine.services import HALF_LIFE
 
 EPOCHS = 20  # the trace has 20 days
 MOVED = 0.1  # share of adapters that change places between two epochs

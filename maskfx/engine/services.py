@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.engine.net_service import NetService
-from maskfx.engine.popularity import LeastFrequentlyUsed, ResidentSet
 from maskfx.errors import InputError
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.identity import identity_of, is_plain, same_weights
+from maskfx.runtime.popularity import LeastFrequentlyUsed, ResidentSet
 from maskfx.runtime.program_files import compiled_as
 from maskfx.runtime.sendable import kept_by
 from maskfx.runtime.weights import Weights

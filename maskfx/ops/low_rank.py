@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 from maskfx.ops.base import define, numbers
 
 Group = Sequence[int]  # first row, end of rows, first rank, end of ranks
+ALIGNED = 16  # bytes at which rows of grouped products' matrices must start
 
 
 def _add_low_rank(base: Tensor, rows: Tensor, down: Tensor, up: Tensor, groups: Tensor) -> Tensor:
@@ -56,37 +57,35 @@ def add_in_turn(
 def runs_grouped(rows: Tensor, down: Tensor, up: Tensor, table: Sequence[Group]) -> bool:
     """Return True if two grouped products compute all groups, and are the quicker way.
 
-    Groups must have equally many ranks, and rows of each matrix must start at 16 bytes.
+    Rows of each matrix must start at 16 bytes; those of the padded ranks do.
     """
-    if rows.device.type != "cuda" or len(table) < 2:
+    if rows.device.type != "cuda" or len(table) < 2 or rows.dtype != torch.bfloat16:
         return False
-    ranks = {high - low for *_, low, high in table}
-    sizes = (rows.shape[1], up.shape[1], *ranks)
-    aligned = all(size * rows.element_size() % 16 == 0 for size in sizes)
-    return len(ranks) == 1 and aligned and rows.dtype == torch.bfloat16
+    return all(size * rows.element_size() % ALIGNED == 0 for size in (rows.shape[1], up.shape[1]))
 
 
 def add_grouped(
     out: Tensor, base: Tensor, rows: Tensor, down: Tensor, up: Tensor, table: Sequence[Group]
 ) -> None:
-    """Compute all groups by two grouped products; rows between groups are one of zeros."""
-    rank = table[0][3] - table[0][2]
-    slots = down.shape[0] // rank
-    ends, chosen, done = list[int](), list[int](), 0
-    for start, stop, low, _ in (*table, (len(base), len(base), slots * rank, 0)):
+    """Compute all groups by two grouped products, with ranks padded to the greatest.
+
+    Rows between groups are a group without ranks; its ranks, and missing ones, are zeros.
+    """
+    bucket = ALIGNED // rows.element_size()
+    rank = max(-(-max((high - low for *_, low, high in table), default=0) // bucket), 1) * bucket
+    zeros = down.shape[0]  # the index of a line of zeros behind all ranks
+    ends, lines, done = list[int](), list[int](), 0
+    for start, stop, low, high in (*table, (len(base), len(base), 0, 0)):
         if done < start:
             ends.append(start)
-            chosen.append(slots)
+            lines += [zeros] * rank
         if start < stop:
             ends.append(stop)
-            chosen.append(low // rank)
+            lines += [*range(low, high), *[zeros] * (rank - (high - low))]
         done = stop
-    which = numbers(chosen, torch.long, rows.device)
+    which = numbers(lines, torch.long, rows.device).view(-1, rank)
     offsets = numbers(ends, torch.int32, rows.device)
-    downs, ups = (
-        torch.cat([m, m.new_zeros(rank, m.shape[1])]).view(slots + 1, rank, -1)[which]
-        for m in (down, up)
-    )
+    downs, ups = (torch.cat([m, m.new_zeros(1, m.shape[1])])[which] for m in (down, up))
     product = torch.nn.functional.grouped_mm
     narrow = product(rows.contiguous(), downs.transpose(1, 2), offs=offsets)
     torch.add(base, product(narrow, ups, offs=offsets), out=out)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.adapters.popularity import LORAS, POPULATIONS, Population, replay, requests
-from maskfx.engine.popularity import LeastFrequentlyUsed, LeastRecentlyUsed
+from maskfx.runtime.popularity import LeastFrequentlyUsed, LeastRecentlyUsed
 
 NETS = [one for one in POPULATIONS if one.kind == "nets"]
 

@@ -704,6 +704,10 @@ def test_grouped_products_equal_products_in_turn() -> None:
     for table in (
         [[0, 5, 0, 4], [5, 20, 8, 12]],
         [[3, 5, 8, 12], [5, 6, 0, 4], [9, 15, 4, 8]],
+        [[0, 5, 0, 1], [5, 6, 1, 8], [9, 15, 8, 12]],  # mixed ranks
+        [[0, 0, 0, 4], [0, 5, 4, 4], [7, 7, 4, 6], [7, 12, 4, 6]],  # groups without rows or ranks
+        [[4, 4, 0, 4]],
+        [],
     ):
         turns, grouped = torch.empty(20, 8), torch.empty(20, 8)
         low_rank.add_in_turn(turns, base, rows, down, up, table)

@@ -1,7 +1,8 @@
 """AdapterResidency: the adapters in memory, bounded by bytes, and the loads in flight.
 
 Requests hold leases. A file that several requests need at the same time is loaded once; an adapter
-without a lease is evicted when the bytes exceed the bound, the least recently used first.
+without a lease is evicted when the bytes exceed the bound, the least popular first; adapters that
+waiting requests need come last.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -17,10 +17,12 @@ from dataclasses import dataclass, field, replace
 
 from maskfx.errors import Closed
 from maskfx.runtime.lora.adapter import Adapter
+from maskfx.runtime.popularity import LeastFrequentlyUsed
 
 log = logging.getLogger(__name__)
 
 Load = Callable[[], Adapter]
+HALF_LIFE = 1024.0  # uses of adapters; `bench/adapters/popularity.py` compares policies
 CLOSED = "the adapters are closed; make others"
 
 
@@ -55,12 +57,16 @@ class AdapterCounts:
 
 @dataclass(eq=False)
 class Resident:
-    """An adapter in memory or in flight; `pins` is the number of its leases."""
+    """An adapter in memory or in flight; `pins` is the number of its leases.
+
+    `awaited` is True from a prefetch until a request takes the adapter.
+    """
 
     key: str
     future: Future[Adapter] = field(default_factory=Future)
     pins: int = 0
     nbytes: int = 0  # 0 until it is loaded
+    awaited: bool = False
 
 
 class AdapterLease:
@@ -121,8 +127,8 @@ class AdapterResidency:
     def __init__(self, nbytes: int, loads: int = 2) -> None:
         self.nbytes = nbytes
         self._threads = ThreadPoolExecutor(loads, thread_name_prefix="maskfx-adapters")
-        # least recently used first; not an `LruCache`: bounds the bytes, and leases pin entries
-        self._residents: OrderedDict[str, Resident] = OrderedDict()
+        self._residents: dict[str, Resident] = {}
+        self._popularity = LeastFrequentlyUsed(HALF_LIFE)
         self._counts = AdapterCounts()
         self._lock = threading.Lock()
         self._closed = False
@@ -130,23 +136,16 @@ class AdapterResidency:
     def acquire(self, key: str, load: Load) -> AdapterLease:
         """Return a lease of an adapter; `load` runs in a thread unless it is there already."""
         with self._lock:
-            if self._closed:
-                raise Closed(CLOSED)
-            found = self._residents.get(key)
-            if found is None:
-                found = self._residents[key] = Resident(key)
-                self._threads.submit(self._load, found, load)
-            elif found.future.done():
-                self._add(hits=1)
-            else:
-                self._add(joined=1)
-            found.pins += 1
-            self._residents.move_to_end(key)
-            return AdapterLease(self, found)
+            lease = self._lease(key, load)
+            lease._resident.awaited = False
+            self._popularity.use(key)
+            return lease
 
     def prefetch(self, key: str, load: Load) -> None:
         """Begin to load an adapter that a waiting request will need."""
-        lease = self.acquire(key, load)
+        with self._lock:
+            lease = self._lease(key, load)
+            lease._resident.awaited = True
         lease.when_loaded(lease.release)
 
     def release(self, resident: Resident) -> None:
@@ -180,6 +179,21 @@ class AdapterResidency:
             self._residents.clear()
         self._threads.shutdown(cancel_futures=True)
 
+    def _lease(self, key: str, load: Load) -> AdapterLease:
+        """Return a lease; called with the lock."""
+        if self._closed:
+            raise Closed(CLOSED)
+        found = self._residents.get(key)
+        if found is None:
+            found = self._residents[key] = Resident(key)
+            self._threads.submit(self._load, found, load)
+        elif found.future.done():
+            self._add(hits=1)
+        else:
+            self._add(joined=1)
+        found.pins += 1
+        return AdapterLease(self, found)
+
     def _load(self, resident: Resident, load: Load) -> None:
         if not resident.future.set_running_or_notify_cancel():
             return
@@ -200,12 +214,12 @@ class AdapterResidency:
             self._evict()
 
     def _evict(self) -> None:
-        """Remove the least recently used adapters without leases until the rest fits."""
-        idle = [one for one in self._residents.values() if one.nbytes and not one.pins]
+        """Remove the least popular adapters without leases until the rest fits."""
+        idle = {k: one for k, one in self._residents.items() if one.nbytes and not one.pins}
         held = self._held()
-        for resident in idle:
-            if held <= self.nbytes:
-                return
+        while idle and held > self.nbytes:
+            others = [key for key, one in idle.items() if not one.awaited]
+            resident = idle.pop(str(self._popularity.least(others or list(idle))))
             held -= resident.nbytes
             self._remove(resident)
             self._add(evictions=1)

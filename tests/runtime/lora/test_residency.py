@@ -73,7 +73,7 @@ def test_at_most_two_files_are_loaded_at_once(residency: AdapterResidency) -> No
     assert gate.most == 2
 
 
-def test_the_least_recently_used_without_a_lease_is_evicted(residency: AdapterResidency) -> None:
+def test_the_least_popular_without_a_lease_is_evicted(residency: AdapterResidency) -> None:
     pinned = residency.acquire("pinned", lambda: adapter("pinned"))
     pinned.adapter()
     for name in ("a", "b", "a", "c"):
@@ -91,6 +91,42 @@ def test_the_least_recently_used_without_a_lease_is_evicted(residency: AdapterRe
     for lease in (*over, pinned, again):
         lease.release()
     assert residency.counts().nbytes == 2 * BYTES
+
+
+def test_popular_adapters_stay_until_others_are_used_more(residency: AdapterResidency) -> None:
+    """A bound of two: adapters that are used once displace one another."""
+    loads: list[str] = []
+
+    def use(*names: str) -> None:
+        for name in names:
+
+            def load(name: str = name) -> Adapter:
+                loads.append(name)
+                return adapter(name)
+
+            lease = residency.acquire(name, load)
+            lease.adapter()
+            lease.release()
+
+    use(*"aaabcda")
+    assert loads == ["a", "b", "c", "d"]
+    use(*"cccccea")
+    assert loads[4:] == ["c", "e", "a"], "the third is used more than the first"
+
+
+def test_what_waiting_requests_need_is_evicted_last(residency: AdapterResidency) -> None:
+    gate = Gate()
+    gate.opened.set()
+    for name in "aabb":
+        lease = residency.acquire(name, gate.load(name))
+        lease.adapter()
+        lease.release()
+    for name in "cd":
+        residency.prefetch(name, gate.load(name))
+    for name in "cd":
+        lease = residency.acquire(name, gate.load(name))
+        assert lease.adapter().name == name
+    assert gate.loads == 4
 
 
 def test_a_failed_load_fails_its_requests_and_is_tried_again(residency: AdapterResidency) -> None:
@@ -139,12 +175,16 @@ def test_a_prefetched_adapter_waits_for_its_request(residency: AdapterResidency)
     assert lease.adapter().name == "a"
     lease.release()
     residency.prefetch("a", gate.load("a"))
-    for name in "bc":  # it is pinned no more
+    for name in "bbbccca":
         other = residency.acquire(name, gate.load(name))
         other.adapter()
         other.release()
-    residency.acquire("a", gate.load("a")).adapter()
-    assert gate.loads == 4
+    assert gate.loads == 3
+    for name in "bbba":  # it is pinned no more
+        other = residency.acquire(name, gate.load(name))
+        other.adapter()
+        other.release()
+    assert gate.loads == 5
 
 
 def test_close_ends_waiting_requests() -> None:

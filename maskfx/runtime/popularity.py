@@ -1,4 +1,4 @@
-"""ResidentSet: which nets keep their processes within a limit of bytes, by their popularity.
+"""Popularity of nets and adapters: which of them stay resident within a limit of bytes.
 
 Decides from uses alone: knows nothing of processes, clocks or torch.
 """

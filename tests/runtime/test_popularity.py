@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from maskfx.engine.popularity import (
+from maskfx.errors import InputError
+from maskfx.runtime.popularity import (
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
     Popularity,
     ResidentSet,
 )
-from maskfx.errors import InputError
 
 
 def used(popularity: Popularity, keys: str) -> Popularity:
