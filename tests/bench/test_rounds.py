@@ -90,6 +90,21 @@ def test_every_request_ends_or_is_dropped_and_rounds_beat_fixed_groups() -> None
     assert outcome.in_time(demands) > max(fixed)
 
 
+def test_a_late_comer_starts_within_the_round_where_a_device_is_free() -> None:
+    """One device has the long request; the other is free until a small one comes."""
+    settings = RoundSettings(scale_up=False, length=20.0, margin=0.0)
+    long, small = Demand("long", dense(2048), 0.0, 1e9), Demand("small", dense(256), 1.0, 1e9)
+    ends = {}
+    for at_borders in (True, False):
+        scheduler = RoundScheduler(flux_costs(), 2, settings)
+        outcome = simulate_rounds(scheduler, [long, small], EXACT, at_borders=at_borders)
+        ends[at_borders] = outcome.ended["small"]
+        assert outcome.within == (0 if at_borders else 1)
+    alone = STEPS * flux_costs().step(1, [dense(256)])
+    assert ends[False] == pytest.approx(1.0 + alone)
+    assert ends[True] > 15
+
+
 def test_the_load_of_edits_is_the_share_of_busy_devices() -> None:
     costs = edit_costs()
     arrivals = Arrivals("edits", edit_rate(costs, 8, 0.6), 1e6)
@@ -105,4 +120,7 @@ def test_a_small_run_is_whole(tmp_path: Path) -> None:
     for row in result["homogeneous"]:
         assert 0 <= row["rounds"] <= 1
         assert row["best_fixed"] >= row["best_fcfs"]
-    assert result["summary"]["points_above_best"]["of"] == 4
+        assert 0 <= row["paper"] <= 1
+        assert row["paper_favoured"] == max(row["paper_favoured_by_granularity"].values())
+    for name in ("best", "paper", "paper_favoured"):
+        assert result["summary"][f"points_above_{name}"]["of"] == 4

@@ -6,6 +6,8 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from maskfx.errors import InputError
 from maskfx.runtime.planner.plan import plan
@@ -216,3 +218,17 @@ def test_the_prior_fades_with_the_number_of_rows(count: int) -> None:
     weight = 4.0 / count  # the prior is (2, 2): the machine takes twice what was thought
     wanted = [(count * seen + weight * 2.0) / (count + weight) for seen in (1.0, 3.0)]
     assert window.fit()[0].tolist() == pytest.approx(wanted, rel=1e-6)
+
+
+@given(
+    st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.sampled_from((None, 1e9)),
+)  # fmt: skip
+def test_seconds_of_one_step_are_those_of_arrays(
+    compute: float, load: float, avoidable: float, bandwidth: float | None
+) -> None:
+    costs = FittedCosts(
+        base=0.0, per_request=0.0, per_site=0.0, avoidable=avoidable, per_avoided_byte=1e-9,
+        load_bandwidth=bandwidth,
+    )  # fmt: skip
+    arrays = costs.joint(np.array([compute]), np.array([load]))
+    assert costs.joint_seconds(compute, load) == arrays[0]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from maskfx.serve.scheduling.degree_costs import DEGREES
 from maskfx.serve.scheduling.knapsack import Option, choose_options
-from maskfx.serve.scheduling.placement import Devices, PlacedGroup, footprint, moves, place
+from maskfx.serve.scheduling.placement import EXACT, Devices, PlacedGroup, footprint, moves, place
 
 
 def every_placement(sizes: Sequence[int], devices: int) -> Iterator[list[Devices]]:
@@ -67,6 +67,32 @@ def test_groups_whose_footprints_fit_can_be_placed(sizes: list[int], devices: in
     assert placed is not None
     taken = [n for at in placed for n in at.numbers]
     assert len(taken) == len(set(taken)) <= devices
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(DEGREES), min_size=20, max_size=80), st.data())
+def test_groups_on_many_devices_get_disjoint_places_and_most_stay(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    devices = EXACT + 40
+    fitting: list[int] = []
+    for size in sizes:
+        if sum(map(footprint, [*fitting, size])) <= devices:
+            fitting.append(size)
+    first = place([PlacedGroup(size) for size in fitting], devices)
+    assert first is not None
+    assert (
+        place([PlacedGroup(size, at) for size, at in zip(fitting, first, strict=True)], devices)
+        == first
+    )
+    changed = data.draw(st.permutations(fitting))
+    groups = [PlacedGroup(size, at) for size, at in zip(changed, first, strict=True)]
+    placed = place(groups, devices)
+    assert placed is not None
+    taken = [n for at in placed for n in at.numbers]
+    assert len(taken) == len(set(taken)) <= devices
+    assert [at.size for at in placed] == changed
+    assert all(at.start % footprint(at.size) == 0 for at in placed)
 
 
 def test_three_devices_leave_the_fourth_to_a_small_group() -> None:

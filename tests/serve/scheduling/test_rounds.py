@@ -1,5 +1,6 @@
 """Rounds: what holds for every decision, and what becomes of requests over many rounds."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -120,6 +121,50 @@ def test_every_decision_can_be_carried_out(
         if r.id not in decided.drops and r.left > made.get(r.id, 0)
     ]
     check(scheduler.decide(decided.length, after), after, devices, rules)
+
+
+@pytest.mark.parametrize("devices", [8, 128])
+def test_a_decision_about_many_requests_can_be_carried_out(devices: int) -> None:
+    """Of more requests than are compared, the start of a schedule is taken."""
+    draw = random.Random(devices)
+    asked = [
+        request(str(n), draw.randint(1, 4000), due=draw.uniform(0.5, 400 / devices))
+        for n in range(150)
+    ]
+    scheduler = RoundScheduler(COSTS, devices)
+    decided = scheduler.decide(0.0, asked)
+    check(decided, asked, devices, RoundSettings())
+    homes = {id: group.devices for group in decided.groups for id in group.steps}
+    after = [replace(r, home=homes.get(r.id)) for r in asked if r.id not in decided.drops]
+    check(scheduler.decide(0.01, after), after, devices, RoundSettings())
+
+
+@settings(max_examples=100, deadline=None)
+@given(situations(), st.data())
+def test_within_a_round_groups_use_free_devices_and_end_by_the_border(
+    case: tuple[list[RoundRequest], int, RoundSettings], data: st.DataObject
+) -> None:
+    asked, devices, rules = case
+    taken = data.draw(st.sets(st.integers(0, devices - 1), max_size=devices))
+    border = data.draw(st.floats(0.01, 2.0))
+    scheduler = RoundScheduler(COSTS, devices, rules)
+    decided = scheduler.decide_within(0.0, border, [Devices(n, 1) for n in taken], asked)
+    assert all(group.seconds <= border for group in decided.groups)
+    used = {n for group in decided.groups for n in group.devices.numbers}
+    assert not used & taken
+    free = devices - len(taken)
+    shortest = min((COSTS.step(1, [r.work]) for r in asked if r.id not in decided.drops), default=9)
+    assert decided.groups or not free or shortest > 0.9 * border
+    if decided.groups:
+        check(decided, asked, devices, rules)
+
+
+def test_within_a_round_a_group_grows_onto_free_devices_beside_it() -> None:
+    scheduler = RoundScheduler(COSTS, 8)
+    (group,) = scheduler.decide_within(
+        0.0, 2.0, [Devices(0, 4)], [request("a", 4000, due=9.0)]
+    ).groups
+    assert group.devices == Devices(4, 4)
 
 
 def run(
