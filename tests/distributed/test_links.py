@@ -89,6 +89,7 @@ def test_the_seconds_of_a_flop_are_those_of_the_quickest_step() -> None:
     assert work.flop(7.0) == 6.0 / (1 + 2 + 3)
     work.note([member], Partition(((1.0, 1.0),)), [100.0, 100.0])
     assert work.flop(7.0) == 1.0
+    assert work.flop(0.5) == 0.5
 
 
 DEAR = LinkCosts(exchange=1.0)
