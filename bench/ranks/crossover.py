@@ -5,8 +5,11 @@
 
 Per side of the latent, a dense step and an edit of 20 % of the sites: seconds on one rank and cut
 into equal parts for two, how much longer or shorter the cost model predicts the cut step to be,
-which of the two it chooses, and how much longer that takes than the faster one. The costs of
-exchanges are those that the ranks measured when they started. Writes ranks-crossover-SHAPE.json to
+which of the two it chooses, and how much longer that takes than the faster one; what the ranks
+choose after all these steps were measured, and how much longer that takes; the number of
+exchanges, the bytes that both ranks send, and those that theory gives for keys and values, without
+border rows and moments. The costs of exchanges are those that the ranks measured when they
+started. Writes ranks-crossover-SHAPE.json to
 bench/results. With fewer idle cores than ranks, the sizes mean nothing.
 """
 
@@ -31,11 +34,12 @@ from bench.shapes import Shape, Size, unet_inputs
 from maskfx import DenseStep, EditStep
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
-from maskfx.distributed.step_costs import step_seconds
+from maskfx.distributed.step_costs import sent_bytes, step_seconds
 from maskfx.shipped import FOLDER
 
 SIDES = "8,16,24,32,48"
 SHARE = 0.2
+SETTLING = 3
 WHOLE, HALVES = Partition(((1.0, 0.0),)), Partition(((1.0, 1.0),))
 
 
@@ -52,7 +56,10 @@ def measure(shape: Shape, group: RankGroup, rounds: int) -> list[dict[str, Any]]
     cache = denoiser.record(**shape.inputs(0, shape.size))[1]
     mask = shape.as_mask(centre(side, SHARE))
     inputs = shape.inputs(40, shape.size)
-    steps = {"dense": [DenseStep(inputs)], "edit": [EditStep(inputs, mask, cache)]}
+    steps: dict[str, list[Any]] = {
+        "dense": [DenseStep(inputs)],
+        "edit": [EditStep(inputs, mask, cache)],
+    }
     return [
         {"side": side, "batch": name, **row_of(group, own, rounds)} for name, own in steps.items()
     ]
@@ -72,16 +79,22 @@ def row_of(group: RankGroup, steps: list[Any], rounds: int) -> dict[str, Any]:
     }
     times = {name: took[1:] for name, took in alternate(runs, rounds + 1).items()}
     program, members = found[0]
-    work = [group.work.of(program, member) for member in members]
+    work = [group.divider.work.of(program, member) for member in members]
     chosen = group.partition(program, members, 2)
     texts = chosen.texts if any(chosen.cut) else (False,)
-    costs, exchanges = group.costs, group._exchanges[program.code]
-    flop = group.work.flop(costs.flop)
+    costs, exchanges = group.costs, group.divider.exchanges(program, members[0])
+    flop = group.divider.work.flop(costs.flop)
     predicted = [
         step_seconds(exchanges, members, work, Partition(own.shares, texts), costs, flop)
         for own in ways.values()
     ]
+    group.denoiser.step(steps, group.on(2, HALVES))
+    sent = [part.sent for part in group.last if part is not None]
+    theory = [sent_bytes(exchanges, members, Partition(HALVES.shares, (False,)), r) for r in (0, 1)]
     one, two = (figure(times[name]) for name in ways)
+    for _ in range(SETTLING):
+        group.denoiser.step(steps, group)
+    settled = sum(part is not None for part in group.last) > 1
     picked = two if any(chosen.cut) else one
     return {
         "one rank": one,
@@ -90,19 +103,28 @@ def row_of(group: RankGroup, steps: list[Any], rounds: int) -> dict[str, Any]:
         "predicted": predicted[1] - predicted[0],
         "cut": any(chosen.cut),
         "lost": picked["median"] / min(one["median"], two["median"]) - 1,
+        "settled": settled,
+        "lost then": (two if settled else one)["median"] / min(one["median"], two["median"]) - 1,
         "exchanges": exchanges.count,
+        "sent": sent,
+        "theory": theory,
     }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    head = ["batch", "side", "ms on one", "on two", "two - one", "predicted", "chosen", "lost"]
+    head = ["batch", "side", "ms on one", "on two", "two - one", "predicted", "predicts", "lost"]
+    head += ["then", "lost", "exchanges", "KiB sent", "theory"]
     lines = [head]
     for row in sorted(rows, key=lambda row: row["batch"]):
-        numbers = row["one rank"]["median"], row["two ranks"]["median"]
-        numbers += row["measured"], row["predicted"]
+        numbers = [row["one rank"]["median"], row["two ranks"]["median"]]
+        numbers += [row["measured"], row["predicted"]]
         ms = [f"{1000 * number:.1f}" for number in numbers]
         lost = f"{100 * row['lost']:.0f} %"
-        lines.append([row["batch"], str(row["side"]), *ms, "two" if row["cut"] else "one", lost])
+        then = f"{100 * row['lost then']:.0f} %"
+        more = ["two" if row["settled"] else "one", then, str(row["exchanges"])]
+        more += [f"{sum(row[name]) / 1024:.0f}" for name in ("sent", "theory")]
+        chosen = "two" if row["cut"] else "one"
+        lines.append([row["batch"], str(row["side"]), *ms, chosen, lost, *more])
     return columns(lines)
 
 

@@ -27,7 +27,7 @@ class LinkCosts:
         exchange: Seconds of an exchange without data.
         load: Seconds per byte of cached rows that a rank reads.
         send: Seconds per byte that a rank sends to another.
-        flop: Seconds per FLOP of a rank, until a step was measured.
+        flop: Seconds per FLOP of a rank, in a product alone.
     """
 
     exchange: float = 3e-4

@@ -16,17 +16,16 @@ from dataclasses import replace
 from typing import Any
 
 from maskfx.compiler.split import SplitProgram
+from maskfx.distributed.division import Divider
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.late_runs import Division, LateRuns, Members, cut_evenly
-from maskfx.distributed.links import LinkCosts, prefers_keys_by_rank, shared_texts
+from maskfx.distributed.links import LinkCosts, prefers_keys_by_rank
 from maskfx.distributed.messages import PartRequest, PartResult, RankRequest, WholeRequest
-from maskfx.distributed.partition import Partition, divisions
+from maskfx.distributed.partition import Partition
 from maskfx.distributed.processes import RankFailure, RankProcesses
 from maskfx.distributed.rank_pool import Lease, NoRanks, RankPool
 from maskfx.distributed.rank_step import RankPrograms, joined
 from maskfx.distributed.restarts import Restarts
-from maskfx.distributed.step_costs import Exchanges, exchanges_of, quickest, step_seconds
-from maskfx.distributed.work import RankWork
 from maskfx.errors import InputError
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
@@ -88,8 +87,7 @@ class RankGroup:
         self.last: list[PartResult | None] = []  # by rank, of the last batch that was split
         self.late, self.late_bytes = LateRuns(self._free_ended), late_bytes
         self._programs = RankPrograms(denoiser.settings)
-        self.work = RankWork()
-        self._exchanges: dict[str, Exchanges] = {}  # by the code of a program
+        self.divider = Divider(self._programs)
         self._sets: dict[tuple[int, ...], RankSet] = {}  # one each, so that their steps keep order
         self._here = threading.Lock()  # one step is computed in this process at a time
 
@@ -185,19 +183,7 @@ class RankGroup:
 
         Where exchanges would cost more than they save, members stay whole, on one rank each.
         """
-        work = [self.work.of(program, member) for member in members]
-        split = self._programs.split(program, False)
-        assert isinstance(split, SplitProgram), split
-        if program.code not in self._exchanges:
-            widths = self.work.widths(program, members[0])
-            self._exchanges[program.code] = exchanges_of(split, widths)
-        costs, exchanges = self.costs, self._exchanges[program.code]
-        flop, ways = self.work.flop(costs.flop), []
-        for shares in divisions([one.total for one in work], ranks):
-            texts = shared_texts(split, members, work, shares, costs, flop)
-            way = replace(shares, texts=texts)
-            ways.append((way, step_seconds(exchanges, members, work, way, costs, flop)))
-        return quickest(ways)
+        return self.divider.predicted(program, members, ranks, self.costs)
 
     @property
     def costs(self) -> LinkCosts:
@@ -241,7 +227,10 @@ class RankGroup:
             with self.denoiser.locked():
                 wanted = len(lease.ranks), len(members)
                 if partition is None or (partition.ranks, len(partition.shares)) != wanted:
-                    partition = self.partition(program, members, len(lease.ranks))
+                    # with given costs a step's division doesn't depend on earlier steps
+                    measures = self.given_costs is None
+                    find = self.divider.chosen if measures else self.divider.predicted
+                    partition = find(program, members, len(lease.ranks), self.costs)
                     partition = cut_evenly(partition, list(map(late_exchange, steps)))
                 late, divisions = self._late(program, recording, lease, steps, members, partition)
                 by_rank = not any(late) and self._keys_by_rank(program, frame, members, partition)
@@ -252,8 +241,8 @@ class RankGroup:
             found = lease.processes.ask(requests)
             self.late.note(steps, late, divisions, list(found.values()))
         self.last = [found.get(number) for number in lease.ranks]
-        work = [self.work.of(program, member) for member in members]
-        self.work.note(work, partition, [0.0 if one is None else one.seconds for one in self.last])
+        seconds = [0.0 if one is None else one.seconds for one in self.last]
+        self.divider.note(program, members, partition, seconds, not any(late))
         split = self._programs.split(program, by_rank)
         assert not isinstance(split, str)
         layouts = [

@@ -1,8 +1,8 @@
-"""StepCosts: the predicted time of a step for a way to divide it, and the quickest way."""
+"""The predicted time of a step for a way to divide it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -101,8 +101,3 @@ def own_rows(segment: str, member: Member, number: int, partition: Partition, ra
         return 0
     start, stop = partition.stretch(number, rank, member.sites.active_count(segment))
     return stop - start
-
-
-def quickest(ways: Iterable[tuple[Partition, float]]) -> Partition:
-    """Return the way with the fewest seconds; the first one of equal ones."""
-    return min(ways, key=lambda way: way[1])[0]

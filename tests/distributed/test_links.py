@@ -89,6 +89,7 @@ def test_the_seconds_of_a_flop_are_those_of_the_quickest_step() -> None:
     assert work.flop(7.0) == 6.0 / (1 + 2 + 3)
     work.note([member], Partition(((1.0, 1.0),)), [100.0, 100.0])
     assert work.flop(7.0) == 1.0
+    assert work.flop(0.5) == 0.5
 
 
 DEAR = LinkCosts(exchange=1.0)
@@ -213,3 +214,24 @@ def test_the_bytes_of_a_dense_step_are_those_of_theory(shared: bool) -> None:
         predicted = [sent_bytes(exchanges, members, partition, rank) for rank in range(ranks)]
         assert predicted == split.sent
         assert exchanges.count == len(exchanges.whole) == blocks
+
+
+def test_measured_steps_decide_where_costs_arent_given() -> None:
+    denoiser = tiny.compiled()
+    program, members = batch_of(denoiser)
+    divider = group_of(denoiser, CHEAP).divider
+    whole, halves = Partition(((1.0, 0.0),)), Partition(((1.0, 1.0),))
+
+    def cut() -> bool:
+        return any(divider.chosen(program, members, 2, CHEAP).cut)
+
+    for _ in range(2):
+        assert not cut()
+        divider.note(program, members, whole, [1.0, 0.0], waited=True)
+    assert cut()
+    for _ in range(2):
+        divider.note(program, members, halves, [9.0, 9.0], waited=False)
+    assert cut()  # late exchanges don't count
+    for _ in range(2):
+        divider.note(program, members, halves, [1.5, 2.0], waited=True)
+    assert not cut()
