@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 from unittest import mock
 
@@ -260,12 +261,31 @@ def late_with(nets: int, rounds: int) -> dict[str, Any]:
         "sum_over_largest": sum(sums.values()) / max(sums.values()),
         "most_possible": late_inputs.most_possible(*parts, left, cores),
         "most_possible_side_by_side": late_inputs.most_possible(*parts, left, cores, slowest),
+        "katz": katz(*parts, left),
         "engine_steps_per_denoising_step": [n / (rounds * STEPS) for n in counts],
         "bit_equal_in_one_process": bool(torch.equal(outputs["one process"], alone)),
         "error_beside": float((outputs["beside"] - alone).norm() / alone.norm()),
         "steps_computed_here": here,
         "seconds": {name: figure(samples) for name, samples in seconds.items()},
     }
+
+
+def katz(
+    nets: Sequence[Sequence[float]], unet: Sequence[float], head: Sequence[float], left: float
+) -> dict[str, Any]:
+    """Return Katz's equations and Gustafson's bound for nets that are in memory already.
+
+    Args:
+        nets: Seconds of each net at each step.
+        unet: Seconds of the UNet at each step.
+        head: Of these, before it reads a net's result.
+        left: Seconds of no denoiser.
+    """
+    from bench.adapters.latency_model import Parts
+
+    base, before = mean(unet), min(mean(head), mean(unet))
+    parts = Parts([], [], [], left, list(map(mean, nets)), base, base - before, 0.0, len(unet))
+    return {name: own for name, own in parts.report().items() if name != "parts"}
 
 
 def control_pipeline(nets: int, width: int = 64) -> tuple[Any, Callable[[int], dict[str, Any]]]:
