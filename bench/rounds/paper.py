@@ -206,9 +206,10 @@ class PaperScheduler:
         """
         free = [True] * self.devices
         found: dict[int, Devices] = {}
-        for number in sorted(range(len(groups)), key=lambda n: -groups[n].degree):
-            degree = groups[number].degree
-            home = groups[number].members[0].request.home
+        homes = [group.members[0].request.home for group in groups]
+        order = sorted(range(len(groups)), key=lambda n: (-groups[n].degree, homes[n] is None))
+        for number in order:
+            degree, home = groups[number].degree, homes[number]
             open_starts = [
                 start
                 for start in range(0, self.devices - degree + 1, degree)

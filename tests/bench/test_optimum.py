@@ -20,8 +20,9 @@ def test_what_the_devices_can_do_until_the_deadlines_counts() -> None:
 
 
 def test_a_request_is_not_faster_than_its_fastest_degree() -> None:
-    assert bound([Job(8, LINEAR, 1.9)], 4) == best_list([Job(8, LINEAR, 1.9)], 4) == 0
-    assert bound([Job(8, LINEAR, 2.0)], 4) == best_list([Job(8, LINEAR, 2.0)], 4) == 1
+    two = {1: 1.0, 2: 0.5}  # of four devices
+    assert bound([Job(4, two, 1.9)], 4) == best_list([Job(4, two, 1.9)], 4) == 0
+    assert bound([Job(4, two, 2.0)], 4) == best_list([Job(4, two, 2.0)], 4) == 1
 
 
 def test_changing_degrees_can_be_better_than_every_list() -> None:

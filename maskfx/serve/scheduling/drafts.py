@@ -1,4 +1,4 @@
-"""Groups of a round while it is being decided: who shares one, and which ones are enlarged.
+"""Groups of a round while it is being decided: which requests share one, which are enlarged.
 
 A *draft* is a group without devices: its members and its degree. Pure.
 """
