@@ -17,6 +17,7 @@ from maskfx.pipelines import execute
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.profile import similarities
 from maskfx.pipelines.run import DenoiserCall, PipelineRun
+from maskfx.pipelines.step_members import choose_steps
 from maskfx.runtime import program_cache
 from maskfx.runtime.lora.adapter import Adapter, LowRank
 from tests.factories.lora import adapter_of, merge_into
@@ -104,7 +105,7 @@ def test_forecasts_begin_again_at_the_first_step(monkeypatch: pytest.MonkeyPatch
     pipe, (one, _) = anew(FLUX), adapters(FLUX, "transformer")
     steps: list[tuple[int, int]] = []
     forgotten: list[int] = []
-    original, follow = execute.choose_steps, PipelineRun._follow_adapters
+    original, follow = choose_steps, PipelineRun._follow_adapters
 
     def listen(call: DenoiserCall) -> Any:
         found = original(call)

@@ -1,4 +1,4 @@
 """LoRA: low-rank updates of layers, per request.
 
-May import: runtime/processes, compiler/artifact, ir, errors. Begin with `adapter.py`.
+May import: runtime/popularity, runtime/processes, compiler/artifact, ir, errors. Begin with `adapter.py`.
 """
