@@ -113,7 +113,7 @@ class LocalSet:
 class LocalGroup:
     """Ranks whose steps this process computes; notes which compute at the same time."""
 
-    def __init__(self, denoiser: Any, ranks: int) -> None:
+    def __init__(self, denoiser: Any, ranks: int, waits: Any = None) -> None:
         self.pool, self.failures, self.computed_here = SimpleNamespace(size=ranks), 0, 0
         self.now = set[int]()
         self.sets = list[tuple[int, ...]]()
