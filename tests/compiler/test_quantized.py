@@ -19,7 +19,7 @@ from maskfx.runtime.lora.patch import WeightPatch
 from maskfx.runtime.weights import Weights, checksum, state_of
 from tests.factories.lora import merged, update_of
 from tests.factories.quantized import EightBits, quantize, unpacked
-from tests.factories.zoo import ZOO
+from tests.factories.zoo import ZOO, slow_unet
 from tests.passes.tools import error
 
 FAMILIES = ["FluxTransformer2DModel", "UNet2DConditionModel-sd15"]
@@ -47,7 +47,7 @@ def quantized(name: str) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_unet(FAMILIES))
 def test_quantized_denoisers_edit_on_rows(name: str) -> None:
     denoiser = check_edit(quantized(name), name)
     [found] = denoiser.compilations

@@ -21,7 +21,7 @@ from maskfx.runtime.cache.step_cache import with_tensors
 from maskfx.runtime.sites.masks import Masks, find_reach
 from tests.factories import emulated, masks
 from tests.factories.offloading import Elsewhere
-from tests.factories.zoo import ZOO
+from tests.factories.zoo import ZOO, slow_unet
 from tests.passes.test_fuse_kernels import Blocks
 from tests.passes.tools import shared, timed
 from tests.runtime.backends.test_cuda_graphs import RerunRecorder, assert_same, steps_of
@@ -279,7 +279,7 @@ def test_families(name: str, recorder: RerunRecorder) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "UNet2DConditionModel-sdxl"])
+@pytest.mark.parametrize("name", slow_unet(["FluxTransformer2DModel", "UNet2DConditionModel-sdxl"]))
 def test_rows_copied_by_address_give_what_the_others_give(
     name: str, seed: int, recorder: RerunRecorder, by_address: CopiesInMemory
 ) -> None:

@@ -21,6 +21,7 @@ from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.sites.masks import Masks, find_reach
 from tests.factories import masks
 from tests.factories.planned import compiled, recorded
+from tests.factories.zoo import slow_unet
 from tests.passes.tools import error
 
 MODELS = (
@@ -45,7 +46,7 @@ def block(shape: tuple[int, ...], share: float) -> Tensor:
     return sides[0][:, None] & sides[1][None]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_unet(MODELS))
 def test_edits_read_nothing_that_is_left_out(name: str) -> None:
     (case, denoiser), cache = compiled(name), recorded(name)
     shape = case.mask_shape(case.sizes[0])
