@@ -13,7 +13,8 @@ from maskfx.distributed.links import LinkCosts
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.work import Work, rank_flops
 from maskfx.ir.lanes import fixed_count, is_image, is_text
-from maskfx.ir.sources import Exchanged
+from maskfx.ir.lines import APART
+from maskfx.ir.sources import Exchanged, Neighbours, Reader, SameLines
 from maskfx.runtime.batch.member import Member
 
 
@@ -23,7 +24,8 @@ class Exchanges:
 
     Args:
         count: Their number.
-        whole: For those in which each rank reads all rows: the row set, and the bytes of a row.
+        whole: For those in which each rank reads (nearly) all rows: the row set, and the bytes of a
+            row.
             The others send border rows or a few numbers, which count as nothing.
     """
 
@@ -44,10 +46,20 @@ def exchanges_of(split: SplitProgram, widths: Mapping[str, int]) -> Exchanges:
             continue
         source = split.exchanges[node.args[-1]]
         assert isinstance(source, Exchanged)
-        if source.reader is None:
+        if reads_all(source.reader):
             values: list[fx.Node] = node.args[0]
             whole.append((source.segments, sum(widths[value.name] for value in values)))
     return Exchanges(len(split.exchanges), tuple(whole))
+
+
+def reads_all(reader: Reader | None) -> bool:
+    """Return True if ranks read nearly all rows: of lines that lie across their shares, too."""
+    match reader:
+        case SameLines(axis):
+            return axis in APART
+        case Neighbours(window):
+            return window.depth > 1 and window.kernel == (1, 1)  # each place in all frames
+    return reader is None
 
 
 def step_seconds(

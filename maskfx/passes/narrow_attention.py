@@ -61,6 +61,7 @@ def narrow_attention(graph: fx.Graph, ctx: PassContext) -> int:
         if mixes_samples(node):
             within_calls(Editor(graph, ctx, node), node)
             count += 1
+            continue
         if not attends_rows(node):
             continue
         edit = Editor(graph, ctx, node)
