@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from maskfx.distributed.late_group import LateMember
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_step import RankPart
+from maskfx.runtime.cache.shared_block import RollingContents, RollingState
 from maskfx.runtime.steps import AnyStep
 
 
@@ -30,13 +31,48 @@ class World:
 
 
 @dataclass(frozen=True)
+class Unneeded:
+    """Numbers of what a rank no longer needs.
+
+    Args:
+        recordings: Recordings that no longer exist.
+        adapters: Adapters that no longer exist, or take too much memory.
+        blocks: Blocks of rolling rows that no longer exist.
+    """
+
+    recordings: tuple[int, ...] = ()
+    adapters: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SentRolling:
+    """A rolling cache, whose rows lie in buffers that the rank has mapped.
+
+    Args:
+        number: Its number.
+        block: That of its block.
+        contents: What the rank needs of it once, when it is sent first.
+        state: What steps change of it beside its rows.
+    """
+
+    number: int
+    block: int
+    contents: RollingContents | None
+    state: RollingState
+
+
+@dataclass(frozen=True)
 class PartRequest:
     """What a rank computes in one step.
 
     Args:
-        steps: The members of one batch; edits have a `SentCache`.
+        steps: The members of one batch; edits have a `SentCache` or `SentRolling`, and adapters
+            `SentLayers`.
         code: The code of the program.
+        weights: The weights whose layers have low-rank terms; None without adapters.
         recording: Whether to emit what a recording keeps.
+        emits: The places of the taps that are wanted of it; None: all.
         partition: The ranks' shares.
         ranks: Their numbers in the world group.
         place: The place of this rank among them.
@@ -44,13 +80,15 @@ class PartRequest:
         late: How the exchanges of each member are late; empty if all members wait.
         late_bytes: The bytes of others' rows that a rank may hold between steps.
         ended: Requests whose rows are no longer needed.
-        dropped: Recordings that no longer exist.
+        dropped: What the rank no longer needs.
         reload: Whether programs were saved since the last step.
     """
 
     steps: list[AnyStep]
     code: str
+    weights: frozenset[str] | None
     recording: bool
+    emits: frozenset[int] | None
     partition: Partition
     ranks: tuple[int, ...]
     place: int
@@ -58,7 +96,7 @@ class PartRequest:
     late: tuple[LateMember | None, ...] = ()
     late_bytes: int = 0
     ended: tuple[int, ...] = ()
-    dropped: tuple[int, ...] = ()
+    dropped: Unneeded = Unneeded()
     reload: bool = False
 
 
@@ -86,13 +124,13 @@ class WholeRequest:
     """Steps that a rank computes alone, as `maskfx.runtime.step_executor.compute_steps` does.
 
     Args:
-        steps: The members; edits have a `SentCache`.
-        dropped: Recordings that no longer exist.
+        steps: The members; edits have a `SentCache`, and adapters `SentLayers`.
+        dropped: What the rank no longer needs.
         reload: Whether programs were saved since the last step.
     """
 
     steps: list[AnyStep]
-    dropped: tuple[int, ...] = ()
+    dropped: Unneeded = Unneeded()
     reload: bool = False
 
 

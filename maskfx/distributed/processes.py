@@ -32,12 +32,14 @@ from maskfx.distributed.heartbeat import (
 )
 from maskfx.distributed.links import LinkCosts
 from maskfx.distributed.measure import slowest
-from maskfx.distributed.messages import PartRequest, RankRequest, World
+from maskfx.distributed.messages import PartRequest, RankRequest, SentRolling, World
 from maskfx.distributed.restarts import Restarts
+from maskfx.runtime.cache.shared_block import SharedBuffers
+from maskfx.runtime.lora.sent import HeldAdapters
 from maskfx.runtime.processes.child_process import ChildProcess
 from maskfx.runtime.sendable import bare
 from maskfx.runtime.sent_cache import SentCache
-from maskfx.runtime.steps import EditStep
+from maskfx.runtime.steps import EditStep, sent_layers
 from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
 
 log = logging.getLogger(__name__)
@@ -50,12 +52,14 @@ class RankFailure(Exception):
 class RankProcess:
     """One rank, as its group knows it."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, adapter_bytes: int) -> None:
         environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
         self.child = ChildProcess(
             "maskfx.distributed.rank_process", environment=environment, seconds=seconds, most=BYTES
         )
         self.known: set[int] = set()  # recordings that it holds
+        self.adapters = HeldAdapters(adapter_bytes)
+        self.blocks: set[int] = set()  # blocks of rolling rows that it has mapped
         self.runs: set[int] = set()  # requests of which it holds rows of other ranks
         self.failed = False  # it ended, or is to be ended
         self.version = 0  # of the saved programs that it has read
@@ -66,6 +70,12 @@ class RankProcess:
 
     def send(self, *question: object) -> None:
         self.child.channel.send(*pack(question))
+
+    def send_block(self, buffers: SharedBuffers, descriptor: int) -> None:
+        """Let the process map the buffers of a block; it answers nothing."""
+        self.send("block", buffers)
+        self.child.channel.send_file(descriptor)
+        self.blocks.add(buffers.number)
 
     def receive(self) -> tuple[object, Exception | None]:
         found: tuple[object, Exception | None] = unpack(self.child.channel.receive())
@@ -85,14 +95,16 @@ class RankProcess:
 
     def note(self, request: RankRequest) -> None:
         """Remember which recordings a request has brought."""
-        self.known.difference_update(request.dropped)
+        self.known.difference_update(request.dropped.recordings)
         if isinstance(request, PartRequest):
             self.runs.difference_update(request.ended)
             self.runs.update(one.run for one in request.late if one is not None)
+        self.blocks.difference_update(request.dropped.blocks)
+        self.adapters.note(sent_layers(request.steps), request.dropped.adapters)
         for step in request.steps:
             if isinstance(step, EditStep):
                 cache: object = step.cache
-                assert isinstance(cache, SentCache)
+                assert isinstance(cache, SentCache | SentRolling)
                 self.known.add(cache.number)
 
 
@@ -108,6 +120,7 @@ class RankProcesses:
         waits: Time limits.
         folder: Where the processes find each other.
         restarts: Limits how many processes are started in place of failed ones.
+        adapter_bytes: The bytes of adapters that a process may keep between steps.
 
     `costs` are those that the ranks measured when they started.
     """
@@ -120,8 +133,9 @@ class RankProcesses:
         waits: Waits,
         folder: str,
         restarts: Restarts,
+        adapter_bytes: int,
     ) -> None:
-        self.held, self.count = held, count
+        self.held, self.count, self.adapter_bytes = held, count, adapter_bytes
         self.backend, self.waits, self.folder = backend, waits, folder
         self.all: list[RankProcess] = []
         self.apart = True  # whether the world group has to be formed before ranks compute
@@ -130,7 +144,7 @@ class RankProcesses:
         self._restarts = restarts
         try:
             for _ in range(count):
-                self.all.append(RankProcess(waits.start))
+                self.all.append(RankProcess(waits.start, adapter_bytes))
             self._answers(dict.fromkeys(range(count)), waits.start)  # of "hello"
             self._each({n: ("module", packed(held)) for n in range(count)}, waits.start)
             self._join()
@@ -198,7 +212,7 @@ class RankProcesses:
         """
         while self._coming() < self.count and self._restarts.can_add():
             self._restarts.add()
-            self._starting.append(RankProcess(self.waits.start))
+            self._starting.append(RankProcess(self.waits.start, self.adapter_bytes))
         channels = {p.child.channel.fileno(): n for n, p in enumerate(self._starting)}
         ready = [self._starting[n] for n in poll(channels, time.monotonic())] if channels else []
         for process in ready:

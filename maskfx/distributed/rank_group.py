@@ -1,10 +1,10 @@
 """RankGroup: computes the steps of one denoiser in several processes, its ranks.
 
-The ranks hold the denoiser over weights in shared memory, and no request's state but recordings. A
-step may run on any of them, in any number, and steps on disjoint sets of ranks run at the same
-time. If a rank dies or doesn't answer, the step runs again on the others; if none is left or a step
-can't be split, it runs in this process. CPU only: no rank has a device of its own, so denoisers on
-other devices are refused.
+The ranks hold the denoiser over weights in shared memory, recordings and adapters, and read rows
+that steps replace where this process writes them. A step may run on any of them, in any number, and
+steps on disjoint sets of ranks run at the same time. If a rank dies or doesn't answer, the step
+runs again on the others; if none is left or a step can't be split, it runs in this process. CPU
+only: no rank has a device of its own, so denoisers on other devices are refused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from maskfx.compiler.split import SplitProgram
+from maskfx.distributed.batch import RankBatch
 from maskfx.distributed.division import Divider
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.late_runs import Division, LateRuns, Members, cut_evenly
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 4  # of a step on ranks, before it runs in this process
 LATE_BYTES = 1 << 30
+ADAPTER_BYTES = 1 << 30
 
 
 class RankGroup:
@@ -57,6 +59,9 @@ class RankGroup:
             with late exchanges. The steps of a request without room wait.
         restarts: Limits how many processes are started in place of failed ones; by default 8 in an
             hour.
+        adapter_bytes: The bytes of adapters that each rank may keep between steps. A rank gets the
+            adapters of the members that it has a part of, once, and drops those used least
+            recently.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class RankGroup:
         costs: LinkCosts | None = None,
         late_bytes: int = LATE_BYTES,
         restarts: Restarts | None = None,
+        adapter_bytes: int = ADAPTER_BYTES,
     ) -> None:
         if type(ranks) is not int or ranks < 1:
             raise InputError(f"RankGroup: ranks={ranks!r}: give 1 process or more")
@@ -79,9 +85,8 @@ class RankGroup:
                 "compute on the CPU: move it there, or leave ranks out"
             )
         self.denoiser, self.given_costs = denoiser, costs
-        self.pool = RankPool(
-            denoiser, ranks, threads, backend, waits or Waits(), restarts or Restarts()
-        )
+        waits, restarts = waits or Waits(), restarts or Restarts()
+        self.pool = RankPool(denoiser, ranks, threads, backend, waits, restarts, adapter_bytes)
         self.failures = 0  # steps that ran again because a rank failed
         self.computed_here = 0  # batches computed in this process instead
         self.last: list[PartResult | None] = []  # by rank, of the last batch that was split
@@ -134,11 +139,12 @@ class RankGroup:
         partition: Partition | None = None,
     ) -> object:
         """Compute a batch, within a step of the denoiser; None if it can't be computed on ranks."""
+        batch = RankBatch.of(self.denoiser, program, recording, frame, calls, members)
         for _ in range(ATTEMPTS):
-            if not self._divides(program, calls):
+            if not self._divides(batch):
                 break
             try:
-                return self._on_ranks(program, recording, frame, calls, members, ranks, partition)
+                return self._on_ranks(batch, ranks, partition)
             except (NoRanks, RankFailure, Unsendable) as why:
                 if not self._repeats(why):
                     break
@@ -152,7 +158,7 @@ class RankGroup:
         self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep], ranks: Sequence[int]
     ) -> list[object]:
         """Compute steps on one rank, dense ones by the module; if that can't be, here."""
-        if not any(map(stays_here, steps)):
+        if not any(map(keeps_rows, steps)):
             # captured once, here, for all ranks
             denoiser.compile_for([step for step in steps if not isinstance(step, DenseStep)])
             for _ in range(ATTEMPTS):
@@ -197,15 +203,14 @@ class RankGroup:
     def _name(self) -> str:
         return type(self.denoiser.module).__name__
 
-    def _divides(self, program: Program, calls: Sequence[ValidatedCall]) -> bool:
-        """Return True if the ranks can compute these calls of a program."""
-        if any(call.written is not None for call in calls):
-            return False  # the rows that the next step reads stay in this process
-        if any(call.inputs.compilation.capture.single for call in calls):
+    def _divides(self, batch: RankBatch) -> bool:
+        """Return True if the ranks can compute a batch."""
+        if batch.frame.by_stretch:
+            log.info("steps of %s whose patches are chosen while they run aren't split", self._name)
+            return False
+        if any(call.inputs.compilation.capture.single for call in batch.calls):
             return False  # parts of calls that run sample by sample
-        if any(call.adapters is not None for call in calls):
-            return False  # the ranks have no adapters
-        why = self._programs.refusal(program, False)
+        why = self._programs.refusal(batch.program, False)
         if why:
             log.info("steps of %s can't be split: %s", self._name, why)
         return not why
@@ -213,68 +218,65 @@ class RankGroup:
     # Requests to the ranks. The denoiser is unlocked while this thread waits for others.
 
     def _on_ranks(
-        self,
-        program: Program,
-        recording: bool,
-        frame: Frame,
-        calls: Sequence[ValidatedCall],
-        members: Sequence[Member],
-        ranks: Sequence[int] | None,
-        partition: Partition | None,
+        self, batch: RankBatch, ranks: Sequence[int] | None, partition: Partition | None
     ) -> Any:
-        steps = [call.step for call in calls]
         with self.denoiser.unlocked(), self.pool.lease(ranks) as lease:
             with self.denoiser.locked():
-                wanted = len(lease.ranks), len(members)
-                if partition is None or (partition.ranks, len(partition.shares)) != wanted:
-                    # with given costs a step's division doesn't depend on earlier steps
-                    measures = self.given_costs is None
-                    find = self.divider.chosen if measures else self.divider.predicted
-                    partition = find(program, members, len(lease.ranks), self.costs)
-                    partition = cut_evenly(partition, list(map(late_exchange, steps)))
-                late, divisions = self._late(program, recording, lease, steps, members, partition)
-                by_rank = not any(late) and self._keys_by_rank(program, frame, members, partition)
+                partition = self._partition(batch, len(lease.ranks), partition)
+                late, divisions = self._late(batch, lease, partition)
+                by_rank = not any(late) and self._keys_by_rank(batch, partition)
+                code, weights = batch.program.code, batch.weights
                 part = PartRequest(
-                    [], program.code, recording, partition, lease.ranks, 0, by_rank, late
+                    [],
+                    code,
+                    weights,
+                    batch.recording,
+                    batch.emits,
+                    partition,
+                    lease.ranks,
+                    0,
+                    by_rank,
+                    late,
                 )
-                requests = self._requests(lease, part, steps)
+                requests = self._requests(lease, part, batch.steps)
             found = lease.processes.ask(requests)
-            self.late.note(steps, late, divisions, list(found.values()))
+            self.late.note(batch.steps, late, divisions, list(found.values()))
         self.last = [found.get(number) for number in lease.ranks]
         seconds = [0.0 if one is None else one.seconds for one in self.last]
-        self.divider.note(program, members, partition, seconds, not any(late))
-        split = self._programs.split(program, by_rank)
-        assert not isinstance(split, str)
+        self.divider.note(batch.plain, batch.members, partition, seconds, not any(late))
         layouts = [
-            self._programs.layout(frame.layout, partition, place)
+            self._programs.layout(batch.frame.layout, partition, place)
             for place in range(len(lease.ranks))
         ]
         parts = [found[number].part if number in found else None for number in lease.ranks]
-        return joined(program, recording, layouts, parts)
+        return joined(batch.program, batch.recording, layouts, parts)
+
+    def _partition(self, batch: RankBatch, ranks: int, given: Partition | None) -> Partition:
+        """Return the shares of a batch's members: as given, if that is for this number of ranks."""
+        if given is not None and (given.ranks, len(given.shares)) == (ranks, len(batch.members)):
+            return given
+        # with given costs a step's division doesn't depend on earlier steps
+        find = self.divider.chosen if self.given_costs is None else self.divider.predicted
+        found = find(batch.plain, batch.members, ranks, self.costs)
+        return cut_evenly(found, list(map(late_exchange, batch.steps)))
 
     def _late(
-        self,
-        program: Program,
-        recording: bool,
-        lease: Lease,
-        steps: Sequence[AnyStep],
-        members: Sequence[Member],
-        partition: Partition,
+        self, batch: RankBatch, lease: Lease, partition: Partition
     ) -> tuple[Members, list[Division]]:
         """Return how the exchanges of each member are late, and how the members are divided."""
-        split = self._programs.split(program, False)
+        split = self._programs.split(batch.program, False)
         assert isinstance(split, SplitProgram), split
-        sent = program.code, split.recorded if recording else split.exchanges
+        sent = batch.program.code, split.recorded if batch.recording else split.exchanges
         ranks = [lease.processes.all[number] for number in lease.ranks]
-        return self.late.choose(steps, members, partition, ranks, sent)
+        return self.late.choose(batch.steps, batch.members, partition, ranks, sent)
 
-    def _keys_by_rank(
-        self, program: Program, frame: Frame, members: Sequence[Member], partition: Partition
-    ) -> bool:
-        gathered, by_rank = (self._programs.split(program, keys) for keys in (False, True))
+    def _keys_by_rank(self, batch: RankBatch, partition: Partition) -> bool:
+        gathered, by_rank = (self._programs.split(batch.program, keys) for keys in (False, True))
         if isinstance(gathered, str) or isinstance(by_rank, str):
             return False
-        return prefers_keys_by_rank(gathered, by_rank, frame, members, partition, self.costs)
+        return prefers_keys_by_rank(
+            gathered, by_rank, batch.frame, batch.members, partition, self.costs
+        )
 
     def _free_ended(self) -> None:
         """Let ranks that are free now free the rows of requests that have ended.
@@ -332,13 +334,9 @@ class RankGroup:
         self.pool.stop()
 
 
-def stays_here(step: AnyStep) -> bool:
-    """Return True for a step that ranks can't compute.
-
-    They have no adapters, and rows that the next step reads stay in this process.
-    """
-    rolling = isinstance(step, EditStep) and isinstance(step.cache, RollingCache)
-    return rolling or bool(step.adapters)
+def keeps_rows(step: AnyStep) -> bool:
+    """Return True for a step that reads rows which steps of the same request replace."""
+    return isinstance(step, EditStep) and isinstance(step.cache, RollingCache)
 
 
 class RankSet:
@@ -354,9 +352,18 @@ class RankSet:
     def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
         """Compute steps, as a `StepExecutor` does: on one rank as a whole, on several divided."""
         with computing_with(1):  # what this thread computes leaves the cores to the ranks
-            if len(self.ranks) == 1:
-                return self.group.compute_whole(denoiser, steps, self.ranks)
-            return denoiser.step(steps, split=self)
+            if len(self.ranks) > 1:
+                return denoiser.step(steps, split=self)
+            found = dict.fromkeys(range(len(steps)))
+            for kept in (False, True):
+                own = [n for n, step in enumerate(steps) if keeps_rows(step) == kept]
+                some = [steps[n] for n in own]
+                if some and kept:  # their rows are written in this process
+                    found.update(zip(own, denoiser.step(some, split=self), strict=True))
+                elif some:
+                    results = self.group.compute_whole(denoiser, some, self.ranks)
+                    found.update(zip(own, results, strict=True))
+            return list(found.values())
 
     def __call__(
         self,

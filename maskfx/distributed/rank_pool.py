@@ -13,17 +13,24 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.distributed.heartbeat import Waits
+from maskfx.distributed.messages import Unneeded, SentRolling
 from maskfx.distributed.processes import RankFailure, RankProcess, RankProcesses
 from maskfx.distributed.restarts import Restarts
+from maskfx.runtime.cache.rolling import RollingCache, RowBlock
+from maskfx.runtime.cache.shared_block import RollingContents, RollingState, SharedBlock
 from maskfx.runtime.cache.step_cache import StepCache, changed
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.lora.adapter import Updates
+from maskfx.runtime.lora.sent import LayerNumbers, SentLayers, nbytes_of
 from maskfx.runtime.sendable import can_be_sent
 from maskfx.runtime.sent_cache import SentCache
 from maskfx.runtime.steps import AnyStep, EditStep, without_late
@@ -55,6 +62,7 @@ class RankPool:
         backend: What torch.distributed exchanges with.
         waits: The time that a step, an exchange and a start may take.
         restarts: Limits how many processes are started in place of failed ones.
+        adapter_bytes: The bytes of adapters that a process may keep between steps.
     """
 
     def __init__(
@@ -65,9 +73,10 @@ class RankPool:
         backend: str,
         waits: Waits,
         restarts: Restarts,
+        adapter_bytes: int,
     ) -> None:
         self.denoiser, self.wanted, self.threads = denoiser, wanted, threads
-        self.restarts = restarts
+        self.restarts, self.adapter_bytes = restarts, adapter_bytes
         self.backend, self.waits = backend, waits
         self.ranks: RankProcesses | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="maskfx-ranks-")
@@ -79,6 +88,8 @@ class RankPool:
         # recording -> its number
         self._numbers: MutableMapping[StepCache, int] = WeakIdKeyDictionary()
         self._count = itertools.count()
+        self._adapters = LayerNumbers()
+        self._blocks: WeakKeyDictionary[RowBlock, SharedBlock] = WeakKeyDictionary()
         self._version = 0  # of the programs in the folder
         self._sending = threading.Lock()  # guards the numbers and versions
         self._changing = threading.Lock()  # guards the processes
@@ -189,7 +200,13 @@ class RankPool:
             held = self.denoiser.module, settings, self.denoiser.roles, self.threads
             try:
                 self.ranks = RankProcesses(
-                    held, self.wanted, self.backend, self.waits, self._folder.name, self.restarts
+                    held,
+                    self.wanted,
+                    self.backend,
+                    self.waits,
+                    self._folder.name,
+                    self.restarts,
+                    self.adapter_bytes,
                 )
             except (OSError, EOFError, Unsendable, RankFailure) as error:
                 log.warning("no ranks for %s: %s", type(self.denoiser.module).__name__, error)
@@ -231,25 +248,50 @@ class RankPool:
 
     def sent(
         self, process: RankProcess, steps: Sequence[AnyStep], parts: Sequence[bool]
-    ) -> tuple[list[AnyStep], tuple[int, ...], bool]:
-        """Return steps as they are sent, recordings to drop, and whether to read programs again.
+    ) -> tuple[list[AnyStep], Unneeded, bool]:
+        """Return steps as they are sent, what to drop, and whether to read programs again.
 
         Args:
             process: Where they are sent.
             steps: The members of a batch.
             parts: Whether the rank has a share of each.
         """
+        own = {adapters_of(step) for step, part in zip(steps, parts, strict=True) if part}
         with self._sending:
             found = [
-                self._numbered(step, process.known, part)
-                for step, part in zip(steps, parts, strict=True)
+                self._numbered(step, process, part) for step, part in zip(steps, parts, strict=True)
             ]
+            needed: dict[int, int] = {}
+            for number, (step, sent) in enumerate(zip(steps, found, strict=True)):
+                if step.adapters:
+                    there = step.adapters if adapters_of(step) in own else ()
+                    layers = self._layers(process, there, needed)
+                    found[number] = replace(sent, adapters=layers)
             alive = set(self._numbers.values())
             gone = tuple(n for n in process.known if n // 2 not in alive)
+            unneeded = process.adapters.unneeded(needed, self._adapters.alive())
+            unmapped = tuple(process.blocks - {block.number for block in self._blocks})
             reload, process.version = process.version < self._version, self._version
-        return found, gone, reload
+        return found, Unneeded(gone, unneeded, unmapped), reload
 
-    def _numbered(self, step: AnyStep, known: set[int], whole: bool) -> AnyStep:
+    def _layers(self, process: RankProcess, adapters: Updates, needed: dict[int, int]) -> Updates:
+        """Return adapters as they are sent: those that are there by their numbers.
+
+        Args:
+            process: Where they are sent.
+            adapters: The adapters of a member.
+            needed: The bytes of those of the members before, by number; gets these.
+        """
+        found = []
+        for one in adapters:
+            number = self._adapters.of(one.layers)
+            new = number not in process.adapters and number not in needed
+            needed[number] = nbytes_of(one.layers)
+            sent: Any = SentLayers(number, one.layers if new else None)
+            found.append(replace(one, layers=sent))
+        return tuple(found)
+
+    def _numbered(self, step: AnyStep, process: RankProcess, whole: bool) -> AnyStep:
         """Return the step as it is sent: a recording that is there already by its number.
 
         A rank without a share of the member gets the recording without its rows.
@@ -260,8 +302,35 @@ class RankPool:
         cache: StepCache = step.cache
         if cache not in self._numbers:
             self._numbers[cache] = next(self._count)
+        if isinstance(cache, RollingCache):
+            return replace(step, cache=self._rolling(cache, process))
         number = 2 * self._numbers[cache] + whole
         contents = None
-        if number not in known:
+        if number not in process.known:
             contents = cache if whole else changed(cache, rows={}, stats={}, sums={})
         return replace(step, cache=SentCache(number, contents))  # type: ignore[arg-type]
+
+    def _rolling(self, cache: RollingCache, process: RankProcess) -> Any:
+        """Return a rolling cache as it is sent; the rank maps the buffers with its rows.
+
+        Raises Unsendable if its rows can't be shared with other processes.
+        """
+        block, number = cache.block, 2 * self._numbers[cache]
+        if block not in self._blocks:
+            try:
+                self._blocks[block] = SharedBlock(block)
+            except (OSError, RuntimeError) as error:
+                raise Unsendable(f"rows that steps replace can't be shared: {error}") from error
+        if block.number not in process.blocks:
+            with suppress(OSError):  # the question that follows fails too, and ends the rank
+                process.send_block(self._blocks[block].buffers, self._blocks[block].descriptor)
+        contents = None if number in process.known else RollingContents.of(cache)
+        return SentRolling(number, block.number, contents, RollingState.of(cache))
+
+
+def adapters_of(step: AnyStep) -> tuple[object, ...]:
+    """Return what identifies a member's adapters. Members of a batch with equal ones share values.
+
+    So a rank has either all of these members' adapters or none.
+    """
+    return tuple((one.digest, one.weight, id(one.layers)) for one in step.adapters)

@@ -1,17 +1,18 @@
 """A rank: a process that holds one denoiser and computes its part of batches.
 
-`rank_group.py` starts it. It holds no request's state but recordings, and ends when its channel
-closes.
+`rank_group.py` starts it. It holds recordings, adapters, and rows of other ranks between steps that
+read these late; of rows that steps replace it has a map. It ends when its channel closes.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +29,7 @@ from maskfx.distributed.messages import (
     PartRequest,
     PartResult,
     RankRequest,
+    SentRolling,
     WholeRequest,
     World,
 )
@@ -35,12 +37,16 @@ from maskfx.distributed.process_group import ProcessGroup
 from maskfx.distributed.rank_step import RankPrograms
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.layout import Layout
+from maskfx.runtime.cache.rolling import RollingCache, RowBlock
+from maskfx.runtime.cache.shared_block import MappedBuffers, SharedBuffers
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.lora.adapter import Layers
+from maskfx.runtime.lora.sent import received_layers
 from maskfx.runtime.processes.channel import Channel, connect_to_parent
 from maskfx.runtime.sent_cache import received
 from maskfx.runtime.step_executor import compute_steps
-from maskfx.runtime.steps import AnyStep
+from maskfx.runtime.steps import AnyStep, EditStep
 from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
 
 
@@ -57,6 +63,9 @@ class RankState:
     programs: RankPrograms | None = None
     world: World | None = None
     caches: dict[int, StepCache] = field(default_factory=dict)
+    adapters: dict[int, Layers] = field(default_factory=dict)
+    buffers: dict[int, MappedBuffers] = field(default_factory=dict)  # of blocks of rolling rows
+    blocks: dict[int, RowBlock] = field(default_factory=dict)
     held: HeldRows = field(default_factory=lambda: HeldRows(0))
     late: LateGroup | None = None  # of the last step, until what it sends and receives is there
 
@@ -125,7 +134,7 @@ class RankState:
         assert self.world is not None
         start, cpu = time.perf_counter(), time.process_time()
         steps = self._steps(request)
-        batches = self.denoiser.prepared(steps)
+        batches = self.denoiser.prepared(steps, request.weights)
         codes = [program.code for program, *_ in batches]
         if codes != [request.code]:
             raise RuntimeError(f"this rank has the programs {codes}, not {request.code}")
@@ -143,6 +152,10 @@ class RankState:
             group if self.late is None else self.late,
             request.keys_by_rank,
         )
+        if request.emits is not None:
+            wanted = request.emits
+            emitted = tuple(v if n in wanted else None for n, v in enumerate(part.emitted))
+            part = replace(part, emitted=emitted)
         kept = () if self.late is None else self.late.kept()
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         return PartResult(part, group.sent, seconds, kept, cpu)
@@ -180,13 +193,56 @@ class RankState:
         return compute_steps(self.denoiser, self._steps(request))
 
     def _steps(self, request: RankRequest) -> list[AnyStep]:
-        """Return the steps with their recordings, those that no longer exist dropped."""
+        """Return the steps with their recordings and adapters; drop what isn't needed any more."""
         assert self.denoiser is not None
-        for number in request.dropped:
+        assert self.programs is not None
+        for number in request.dropped.recordings:
             self.caches.pop(number, None)
+        for number in request.dropped.blocks:
+            self.buffers.pop(number, None)
+            self.blocks.pop(number, None)
+        gone = [self.adapters.pop(n) for n in request.dropped.adapters if n in self.adapters]
+        if gone:
+            ids = set(map(id, gone))
+            self.denoiser.adapters.drop(ids)
+            self.programs.drop_adapters(ids)
         if request.reload:
             self.denoiser.forget()
-        return [received(step, self.caches) for step in request.steps]
+        return [self._received(step) for step in request.steps]
+
+    def _received(self, step: AnyStep) -> AnyStep:
+        sent: object = step.cache if isinstance(step, EditStep) else None
+        if isinstance(step, EditStep) and isinstance(sent, SentRolling):
+            step = replace(step, cache=self._rolling(step, sent))
+        else:
+            step = received(step, self.caches)
+        return replace(step, adapters=received_layers(step.adapters, self.adapters))
+
+    def _rolling(self, step: AnyStep, sent: SentRolling) -> RollingCache:
+        """Return a rolling cache over the buffers of its block."""
+        assert self.denoiser is not None
+        if sent.contents is not None:
+            code = sent.contents.named["program"]
+            if code not in self.denoiser.programs:
+                self.denoiser.compile_for([step])
+            if sent.block not in self.blocks:
+                interface = self.denoiser.programs[code].interface
+                self.blocks[sent.block] = self.buffers[sent.block].block(interface)
+            self.caches[sent.number] = sent.contents.cache(self.blocks[sent.block])
+        found = self.caches[sent.number]
+        assert isinstance(found, RollingCache)
+        sent.state.put(found)
+        return found
+
+    def maps(self, buffers: SharedBuffers, descriptor: int) -> bool:
+        """Map the buffers of a block; return False if that fails."""
+        try:
+            self.buffers[buffers.number] = buffers.mapped(descriptor)
+        except (OSError, RuntimeError):
+            return False
+        finally:
+            os.close(descriptor)
+        return True
 
 
 def serve(channel: Channel, heartbeat: HeartbeatWriter) -> None:
@@ -197,6 +253,10 @@ def serve(channel: Channel, heartbeat: HeartbeatWriter) -> None:
         answered: tuple[object, Exception | None]
         try:
             what, *rest = unpack(message)
+            if what == "block":
+                if not rank.maps(rest[0], channel.receive_file()):
+                    return  # another process takes its place
+                continue
             with torch.no_grad():
                 answered = rank.answer(what, *rest), None
         except TimeoutError as error:  # of an exchange

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,8 +24,11 @@ from maskfx.runtime.backends.graph_function import Run
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
+from maskfx.runtime.lora.calls import adapted
+from maskfx.runtime.lora.stacks import StackCache
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
+PROGRAMS = 32  # split programs and runners kept; adapters of other layers have other programs
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,12 @@ class RankPart:
 
     Args:
         outputs: The program's outputs: the rank's rows, or a value per request.
-        emitted: The rank's rows of what a recording keeps.
+        emitted: The rank's rows of what a recording keeps; None for a tap that no member keeps.
         loaded: The bytes of cached rows that it read.
     """
 
     outputs: tuple[Tensor, ...]
-    emitted: tuple[Tensor, ...] = ()
+    emitted: tuple[Tensor | None, ...] = ()
     loaded: int = 0
 
 
@@ -51,15 +54,14 @@ class RankPrograms:
         self.layouts: LruCache[Hashable, RankLayout] = LruCache(FRAMES)
         self.frames: LruCache[Hashable, Frame] = LruCache(FRAMES)
         self.received: LruCache[Hashable, ExchangeOrigins] = LruCache(FRAMES)
-        self._splits: dict[tuple[str, bool], SplitProgram | str] = {}
-        self._runners: dict[tuple[str, bool, bool], Run] = {}
+        self._splits: LruCache[Hashable, SplitProgram | str] = LruCache(PROGRAMS)
+        self._runners: LruCache[Hashable, Run] = LruCache(PROGRAMS)
+        self._stacks = StackCache()
 
     def split(self, program: Program, keys_by_rank: bool) -> SplitProgram | str:
         """Return a program's graphs for a rank, or why they can't be split."""
         key = program.code, keys_by_rank
-        if key not in self._splits:
-            self._splits[key] = split_program(program, keys_by_rank)
-        return self._splits[key]
+        return self._splits.find(key, lambda: split_program(program, keys_by_rank))
 
     def refusal(self, program: Program, keys_by_rank: bool) -> str:
         """Return why a program can't be split; "" if it can."""
@@ -73,9 +75,26 @@ class RankPrograms:
             lambda: RankLayout(whole.sites, whole.batches, partition=partition, rank=rank),
         )
 
-    def _frame(self, split: SplitProgram, layout: RankLayout, device: torch.device) -> Frame:
-        key = id(split), layout.sites, layout.batches, layout.partition, layout.rank, device
-        return self.frames.find(key, lambda: Frame(split.program.interface, layout, device))
+    def _frame(self, split: SplitProgram, by_rank: bool, layout: RankLayout, whole: Frame) -> Frame:
+        def made() -> Frame:
+            program = split.program
+            return Frame(
+                program.interface,
+                layout,
+                whole.device,
+                adapters=self._stacks,
+                code=program.code,
+                originals=whole.originals,
+            )
+
+        rows = layout.sites, layout.batches, layout.partition, layout.rank
+        return self.frames.find((split.program.code, by_rank, *rows, whole.device), made)
+
+    def drop_adapters(self, gone: Collection[int]) -> None:
+        """Release the stacks with updates of these ids (of their `Layers`)."""
+        self._stacks.drop(gone)
+        for _, frame in self.frames.items():
+            frame.drop_adapters(gone)
 
     def origins(
         self, program: Program, recording: bool, whole: Layout, partition: Partition, rank: int
@@ -85,7 +104,7 @@ class RankPrograms:
         assert isinstance(split, SplitProgram), split
         layout = self.layout(whole, partition, rank)
         return self.received.find(
-            (id(split), recording, id(layout)),
+            (program.code, recording, whole.sites, whole.batches, partition, rank),
             lambda: ExchangeOrigins(layout, split.recorded if recording else split.exchanges),
         )
 
@@ -114,23 +133,35 @@ class RankPrograms:
         split = self.split(program, keys_by_rank)
         assert isinstance(split, SplitProgram), split
         layout = self.layout(whole.layout, partition, group.rank)
-        frame = self._frame(split, layout, whole.device)
+        frame = self._frame(split, keys_by_rank, layout, whole)
+        inside = next((m.adapters.inside for m in members if m.adapters is not None), None)
         members = [
-            member if partition.has_part(number, group.rank) else replace(member, cache=None)
+            member
+            if partition.has_part(number, group.rank)
+            else replace(member, cache=None, adapters=None)
             for number, member in enumerate(members)
-        ]  # a rank may lack the rows of members that it has no part of
-        key = program.code, keys_by_rank, recording
-        if key not in self._runners:
-            own = split.program
-            module = own.recording if recording else own.module
-            module = fused(module, pointwise=ops.has_kernels(frame.device))
-            self._runners[key] = Runner(module, self.settings.prepack and not recording)
-        with within(group):
-            result = self._runners[key](frame.fetch(members))
+        ]  # a rank may lack the rows and adapters of members that it has no part of
+        run = self._runner(split.program, keys_by_rank, recording, frame, inside is not None)
+        with within(group), adapted([(1, inside)]):
+            result = run(frame.fetch(members))
         outputs, emitted = result if recording else (result, ())
         names = [n for n, s in split.program.interface.inputs.items() if isinstance(s, Cached)]
         loaded = sum(frame.loaded_bytes(members, names).values())
         return RankPart(tuple(outputs), tuple(emitted), loaded)
+
+    def _runner(
+        self, own: Program, by_rank: bool, recording: bool, frame: Frame, intercepted: bool
+    ) -> Run:
+        """Return what runs a graph; if its functions are intercepted, operator by operator."""
+
+        def made() -> Run:
+            module = own.recording if recording else own.module
+            if intercepted:
+                return Runner(module)
+            module = fused(module, pointwise=ops.has_kernels(frame.device))
+            return Runner(module, self.settings.prepack and not recording)
+
+        return self._runners.find((own.code, by_rank, recording, intercepted), made)
 
 
 def joined(
@@ -159,10 +190,10 @@ def joined(
             outputs.append(join_requests(lane.kind, there, values))
     if not recording:
         return tuple(outputs)
-    emitted = [
-        join_rows(tap.segments, there, [p.emitted[i] for _, p in present])
-        for i, tap in enumerate(program.interface.taps.values())
-    ]
+    emitted = []
+    for i, tap in enumerate(program.interface.taps.values()):
+        rows = [found for _, part in present if (found := part.emitted[i]) is not None]
+        emitted.append(join_rows(tap.segments, there, rows) if rows else torch.empty(0))
     return tuple(outputs), tuple(emitted)
 
 

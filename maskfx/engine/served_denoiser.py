@@ -8,23 +8,15 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from maskfx.config import Settings
-from maskfx.errors import CacheError
 from maskfx.runtime.cache.step_cache import StepCache, with_tensors
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.lora.adapter import Layers, Updates
+from maskfx.runtime.lora.adapter import Layers
+from maskfx.runtime.lora.sent import received_layers
 from maskfx.runtime.sendable import bare
 from maskfx.runtime.sent_cache import received
 from maskfx.runtime.shared_tensors import PackedMessage, TensorHolder
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep, RecordStep
-
-
-@dataclass
-class SentLayers:
-    """An adapter's updates by their number, with their contents when they are sent first."""
-
-    number: int
-    contents: Layers | None
 
 
 @dataclass
@@ -67,7 +59,9 @@ class ServedDenoiser:
             self.layers.pop(number, None)
         self.tensors.drop(dropped.tensors)
         sent: Sequence[AnyStep] = self.tensors.unpack(message)
-        steps = [replace(step, adapters=self._with_layers(step.adapters)) for step in sent]
+        steps = [
+            replace(step, adapters=received_layers(step.adapters, self.layers)) for step in sent
+        ]
         steps = [received(step, self.caches) for step in steps]
         steps = [replace(step, rows=True) if isinstance(step, EditStep) else step for step in steps]
         results = compute_steps(self.denoiser, steps)
@@ -77,18 +71,6 @@ class ServedDenoiser:
                 assert isinstance(result, tuple), "an output and a recording"
                 recorded |= tensor_ids(result[1])
         return self.tensors.pack(list(results), recorded)
-
-    def _with_layers(self, adapters: Updates) -> Updates:
-        found = []
-        for one in adapters:
-            sent: object = one.layers
-            assert isinstance(sent, SentLayers)
-            if sent.contents is not None:
-                self.layers[sent.number] = sent.contents
-            if sent.number not in self.layers:
-                raise CacheError(f"adapter {sent.number} isn't in this process; send it again")
-            found.append(replace(one, layers=self.layers[sent.number]))
-        return tuple(found)
 
 
 def tensor_ids(cache: StepCache) -> set[int]:

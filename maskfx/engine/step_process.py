@@ -20,13 +20,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.engine.helper_processes import HelperProcess
-from maskfx.engine.served_denoiser import Dropped, SentLayers, ServedDenoiser
+from maskfx.engine.served_denoiser import Dropped, ServedDenoiser
 from maskfx.ir.late import LateTensor, wait_for
 from maskfx.runtime.batch.output_rows import whole_result
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Layers, WeightedLayers
+from maskfx.runtime.lora.sent import SentLayers
 from maskfx.runtime.sent_cache import SentCache
 from maskfx.runtime.shared_tensors import PackedMessage, TensorSender
 from maskfx.runtime.step_executor import compute_steps

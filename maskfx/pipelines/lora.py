@@ -128,7 +128,7 @@ class CallAdapters:
                     )
                 update = [WeightedLayers(layers, 1.0, one.adapter.digest)]
                 if name in denoisers:
-                    denoisers[name].check_adapters(update)
+                    denoisers[name].adapters.check(update)
                 elif isinstance(module := module_of(components[name]), nn.Module):
                     check_updates(module, update, None)
 

@@ -26,6 +26,7 @@ from maskfx.runtime.cache.loader import Loader, Loading
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.check_steps import check_steps
 from maskfx.runtime.cpu_threads import sharing_cores
+from maskfx.runtime.denoiser_adapters import DenoiserAdapters
 from maskfx.runtime.dense_batch import CallGroup, DenseBatcher
 from maskfx.runtime.dense_ways import DenseWays
 from maskfx.runtime.editing import current_editing
@@ -78,6 +79,7 @@ class CompiledDenoiser:
             module, self._weights, self._known, self._samples, self._executor
         )
         self._validator = Validator(module, self._known, self._samples, self._weights)
+        self.adapters = DenoiserAdapters(self._validator.adapters, self._executor)
         self._batcher, self.dense_ways = DenseBatcher(module, roles), DenseWays()
         self._changes = ModuleChanges(
             module,
@@ -162,10 +164,6 @@ class CompiledDenoiser:
         self._weights.settle()
         return outputs
 
-    def check_adapters(self, adapters: Updates) -> None:
-        """Raise InputError if adapters name layers that the module lacks, or don't fit them."""
-        self._validator.adapters.of(adapters)
-
     @property
     def stays_alone(self) -> list[str]:
         """Return the reasons why dense calls of some kinds don't share a call of the module."""
@@ -220,10 +218,12 @@ class CompiledDenoiser:
         return self._lock
 
     @torch.no_grad()
-    def prepared(self, steps: Sequence[AnyStep]) -> list[tuple[Program, Frame, list[Member]]]:
-        """Return the batches of a step with the values of their inputs, for a rank to compute."""
+    def prepared(
+        self, steps: Sequence[AnyStep], weights: frozenset[str] | None = None
+    ) -> list[tuple[Program, Frame, list[Member]]]:
+        """Return batches with the values of their inputs, for a rank; see `DenoiserAdapters`."""
         with self._one_step():
-            return self._batches.prepared(self._validator.calls(steps))
+            return self._batches.prepared(self._validator.calls(steps), weights)
 
     @contextmanager
     def _one_step(self) -> Iterator[None]:

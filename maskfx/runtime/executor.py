@@ -78,7 +78,7 @@ class BatchExecutor:
         kept = choose_first(program.interface, members)
         for number in kept:
             results[number] = recorded_output(calls[number])
-        for own, group in self._adapted_batches(program, calls, members, kept):
+        for own, group in self._adapted_batches(program, calls, members, kept, split is not None):
             run = partial(self._run, own, split=split)
             batch = [calls[n] for n in group], [members[n] for n in group]
             found = run_shared(*batch, run)
@@ -92,12 +92,12 @@ class BatchExecutor:
         calls: Sequence[ValidatedCall],
         members: Sequence[Member],
         left_out: Collection[int],
+        splits: bool,
     ) -> Iterator[tuple[Program, list[int]]]:
         """Yield the batches of a step by the members' numbers, and the program that runs each."""
         groups = [[n for n in group if n not in left_out] for group in in_batches(members)]
-        if (
-            self.graphs.loads.loader is not None
-        ):  # loads ahead are of rows that are known before the step
+        # loads ahead and ranks' shares are of rows that are known before the step
+        if splits or self.graphs.loads.loader is not None:
             groups = apart(groups, members)
         for group in filter(None, groups):
             compilations = [calls[n].inputs.compilation for n in group]
@@ -151,15 +151,23 @@ class BatchExecutor:
             )
 
     def prepared(
-        self, program: Program, calls: Sequence[ValidatedCall]
-    ) -> Iterator[tuple[Frame, list[Member]]]:
-        """Yield the batches that `run` forms of these calls, with the values of their inputs."""
+        self,
+        program: Program,
+        calls: Sequence[ValidatedCall],
+        weights: frozenset[str] | None = None,
+    ) -> Iterator[tuple[Program, Frame, list[Member]]]:
+        """Yield the batches that `run` forms of these calls, with the values of their inputs.
+
+        With `weights`, each has the program with low-rank terms on the layers of these weights.
+        """
         self.derived.follow(program)
         members = self.members(program, calls)
+        twin = program if weights is None else self.twins.with_terms(program, weights)
+        self._drop_runners()
         for group in in_batches(members):
             chosen = [members[n] for n in group]
             self._give([calls[n] for n in group], chosen)
-            yield self._frame(program, chosen), chosen
+            yield twin, self._frame(twin, chosen), chosen
 
     def members(self, program: Program, calls: Sequence[ValidatedCall]) -> list[Member]:
         """Return calls as members of a batch, without the values of their inputs."""
@@ -182,6 +190,13 @@ class BatchExecutor:
         self.sides.kept.clear()
         self.stacks.kept.clear()
         self.twins.forget()
+
+    def drop_adapters(self, gone: Collection[int]) -> None:
+        """Release all that was made of adapters' updates, given by the ids of their `Layers`."""
+        for one in (self.sides, self.stacks, self.twins):
+            one.drop(gone)
+        for _, frame in self.frames.items():
+            frame.drop_adapters(gone)
 
     def forget_weights(self) -> None:
         """Invalidate what was computed from weights, and code compiled with pre-packed weights."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,12 @@ class SideMemo:
             return [*held, adapters], run_side(side, capture, values, adapters)
 
         return self.kept.find(tuple(key), run)[1]
+
+    def drop(self, gone: Collection[int]) -> None:
+        """Release the results of requests that have updates of these ids (of their `Layers`)."""
+        for key, (held, _) in self.kept.items():
+            if any(isinstance(own, AdapterSet) and own.has(gone) for own in held):
+                self.kept.remove(key)
 
 
 def run_side(

@@ -72,12 +72,14 @@ class StepBatches:
                 results[i] = output
         return results
 
-    def prepared(self, calls: Sequence[ValidatedCall]) -> list[tuple[Program, Frame, list[Member]]]:
-        """Return the batches with the values of their inputs."""
+    def prepared(
+        self, calls: Sequence[ValidatedCall], weights: frozenset[str] | None
+    ) -> list[tuple[Program, Frame, list[Member]]]:
+        """Return the batches with the values of their inputs; see `BatchExecutor.prepared`."""
         return [
-            (program, frame, members)
+            batch
             for program, own in self._by_program(call for call in calls if call.has_rows)
-            for frame, members in self._executor.prepared(program, own)
+            for batch in self._executor.prepared(program, own, weights)
         ]
 
     def batches(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.lora.layers import AdapterSet
+from maskfx.runtime.lora.sent import SentLayers
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.sites.stretch_choice import StretchChoice
 
@@ -139,6 +140,14 @@ class DenseStep:
 
 
 AnyStep = EditStep | RecordStep | DenseStep
+
+
+def sent_layers(steps: Iterable[AnyStep]) -> Iterator[SentLayers]:
+    """Yield the updates of all adapters of steps as they are sent to another process."""
+    for step in steps:
+        for one in step.adapters:
+            if isinstance(one.layers, SentLayers):
+                yield one.layers
 
 
 def is_fixed(step: AnyStep) -> bool:

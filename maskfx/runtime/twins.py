@@ -34,6 +34,13 @@ class AdaptedBatch(NamedTuple):
     program: Program
 
 
+class Terms(NamedTuple):
+    """What makes a twin: the code of its program, and the weights whose layers have terms."""
+
+    code: str
+    weights: frozenset[str]
+
+
 class Twins:
     """The twins of the programs of one denoiser.
 
@@ -77,6 +84,29 @@ class Twins:
         """Return the weights of the graph of a twin by name; nothing for other programs."""
         code = self._base.get(program.code)
         return {} if code is None else self._originals[code]
+
+    def terms_of(self, program: Program) -> Terms | None:
+        """Return what makes a twin in another process too; None for other programs."""
+        code = self._base.get(program.code)
+        if code is None:
+            return None
+        own = (twin for twin in self._twins[code].values() if twin.program is program)
+        return Terms(code, next(own).weights)
+
+    def with_terms(self, program: Program, weights: frozenset[str]) -> Program:
+        """Return the twin with terms on the layers of exactly these weights (`terms_of`)."""
+        known = self._twins.setdefault(program.code, {})
+        while weights not in known and len(known) >= TWINS:
+            self.dropped.append(known.pop(next(iter(known))).program.code)
+        if program.code not in self._originals:
+            self._originals[program.code] = originals(program)
+        return (known.get(weights) or self._made(program, weights)).program
+
+    def drop(self, gone: Collection[int]) -> None:
+        """Release the sets with updates of these ids (of their `Layers`)."""
+        for key, own in self._named.items():
+            if own.own.has(gone):
+                self._named.remove(key)
 
     def batches(
         self,
@@ -151,8 +181,11 @@ class Twins:
             weights = weights.union(*known)
             self.dropped += [twin.program.code for twin in known.values()]
             known.clear()
+        return self._made(program, weights)
+
+    def _made(self, program: Program, weights: frozenset[str]) -> LowRankTwin:
         with torch.no_grad():
-            known[weights] = twin = make_twin(program, weights)
+            self._twins[program.code][weights] = twin = make_twin(program, weights)
         self.made += 1
         self._base[twin.program.code] = program.code
         return twin

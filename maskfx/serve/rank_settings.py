@@ -9,13 +9,10 @@ def unsupported(settings: ServeSettings) -> str | None:
     """Return why ranks can't be used with the other settings; None if they can."""
     if settings.ranks == 1:
         return None
-    loads, kept = "ranks read rows without a loader", "ranks keep no rows from step to step"
+    loads = "ranks read rows without a loader"
     reasons = {
         "model=fake": settings.fake and "the test model has no steps to share",
         f"device={settings.device}": settings.device != "cpu" and "ranks compute on the CPU",
-        "lora_dir": settings.lora_dir is not None and "ranks have no LoRAs",
-        "patches": settings.patches is not None and kept,
-        "patch_judge": settings.patch_judge is not None and kept,
         "overlap=on": settings.overlap == "on" and loads,
         "plans=on": settings.plans == "on" and loads,
         "link_bandwidth": settings.link_bandwidth is not None and loads,

@@ -22,6 +22,7 @@ from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.profile import profile_adapter
 from maskfx.runtime.lora.profile import store_profile
 from maskfx.runtime.lora.registry import Adapters
+from maskfx.serve.scheduling.elastic import ElasticRounds
 from tests.engine.test_engine import call, compiled, parts
 from tests.factories.lora_files import lora_tensors, save_lora
 from tests.factories.pipelines import distance
@@ -139,8 +140,8 @@ def is_waiting(ticket: Ticket) -> bool:
     return ticket.state is TicketState.WAITING
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -240,3 +241,29 @@ def test_a_profile_decides_when_it_acts(pipe: Any, adapters: Adapters, tmp_path:
     assert strict.start == 0
     made = pipe(**whole(output_type="latent"), lora="profiled").images
     assert distance(made, reference(1, 0, output_type="latent", **mask)) < 1e-4
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_adapters_over_ranks(rounds: bool, pipe: Any, adapters: Adapters, tmp_path: Path) -> None:
+    """Files of other requests, several and none of them, and one that arrives late."""
+    for seed in (1, 2):
+        adapters.register(f"own{seed}", style(tmp_path, pipe, f"own{seed}", seed=seed))
+    late = style(tmp_path, pipe, "late", seed=3, there=False)
+    adapters.register("late", late, start=2)
+    loras: list[Any] = [None, [("own2", 0.5)], ["own1", ("own2", -1)], "late"]
+    alone = [pipe(**whole(), lora=lora).images for lora in loras[:-1]]
+    policy = maskfx.BatchPolicy(patience=1.0)
+    with maskfx.Engine(policy, ranks=2, rounds=ElasticRounds() if rounds else None) as engine:
+        waiting = engine.submit(pipe, **whole(), adapters=["late"])
+        tickets = [engine.submit(pipe, **whole(), adapters=lora) for lora in loras[:-1]]
+        until(partial(is_waiting, waiting), 240)
+        assert waiting.steps == 2
+        arrive(late)
+        found = [ticket.result(240).images for ticket in (*tickets, waiting)]
+        (group,) = engine.runner.rank_groups()
+        assert group.computed_here == group.failures == 0
+    for one, other in zip(alone, found, strict=False):
+        assert distance(one, other) < 1e-4
+    mask = {"mask_image": whole()["mask_image"]}
+    assert distance(found[1], reference(2, 0, 0.5, **mask)) < 1e-4
+    assert distance(found[3], reference(3, 2, **mask)) < 1e-4

@@ -13,9 +13,13 @@ import maskfx
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.quality import Quality
+from maskfx.serve.scheduling.elastic import ElasticRounds
 from tests.distributed import tiny
 from tests.distributed.test_rank_group import held
-from tests.factories.pipelines import PIPES, anew, call_of, distance, square
+from tests.factories.pipelines import PIPES, anew, call_of, distance, latents, square
+from tests.pipelines.test_patches import Turns, pipe_of, reuse, share
+from tests.pipelines.test_patches import call as patch_call
 
 NAME = "FluxInpaintPipeline"
 
@@ -99,3 +103,48 @@ def test_late_rows_without_ranks_are_noted() -> None:
     assert 'parallel="late": no step reads rows of the step before' in maskfx.explain(pipe)
     with pytest.raises(InputError, match="parallel='later'"):
         maskfx.Quality(parallel="later")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("name", ["FluxPipeline", "StableDiffusionPipeline"])
+def test_patches_over_ranks(name: str, rounds: bool) -> None:
+    """Equal decisions about patches, equal pictures; one request chooses them while steps run."""
+    pipe, turns = pipe_of(name), reuse(judge=Turns())
+    own = [(1, turns), (2, turns), (3, reuse(judge=Turns(), order="stretch"))]
+    alone = [latents(pipe, **patch_call(name, seed), quality=quality) for seed, quality in own]
+    computed = share(pipe)
+    more: dict[str, Any] = {"output_type": "latent", "return_dict": False}
+    policy = maskfx.BatchPolicy(patience=1.0)
+    with maskfx.Engine(policy, ranks=2, rounds=ElasticRounds() if rounds else None) as engine:
+        tickets = [
+            engine.submit(pipe, **patch_call(name, seed), **more, quality=quality)
+            for seed, quality in own
+        ]
+        found = [ticket.result()[0] for ticket in tickets]
+        (group,) = engine.runner.rank_groups()
+        assert group.failures == 0
+        assert group.computed_here > 0, "patches that are chosen while a step runs"
+    for ours, theirs in zip(found, alone, strict=True):
+        assert distance(ours, theirs) < 1e-4
+    assert abs(share(pipe) - computed) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_batch_of_patches_over_ranks() -> None:
+    name = "FluxPipeline"
+    pipe = maskfx.compile(
+        PIPES[name].build(),
+        mode="patch_batch",
+        quality=Quality(patches=reuse(judge=Turns()).patches),
+    )
+    alone = [latents(pipe, **patch_call(name, seed)) for seed in (1, 2)]
+    more: dict[str, Any] = {"output_type": "latent", "return_dict": False}
+    with maskfx.Engine(maskfx.BatchPolicy(patience=1.0), ranks=2) as engine:
+        tickets = [engine.submit(pipe, **patch_call(name, seed), **more) for seed in (1, 2)]
+        found = [ticket.result()[0] for ticket in tickets]
+        (group,) = engine.runner.rank_groups()
+        assert group.computed_here == group.failures == 0
+        assert max(step.requests for step in engine.steps) == 2
+    for ours, theirs in zip(found, alone, strict=True):
+        assert distance(ours, theirs) < 1e-4

@@ -13,10 +13,7 @@ from maskfx.serve.launch import LaunchRefusal, check_ranks
 
 WRONG: list[dict[str, Any]] = [
     {"device": "cuda"},
-    {"lora_dir": Path("loras")},
     {"model": "fake"},
-    {"patches": 0.1},
-    {"patch_judge": Path("judge")},
     {"overlap": "on"},
     {"plans": "on"},
     {"link_bandwidth": 1e9},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from maskfx.serve.config import ServeSettings
 from maskfx.serve.messages import Stepped
 from maskfx.serve.metrics import CacheCounts, Metrics
 from maskfx.serve.models.pipeline_model import PipelineModel
+from tests.factories.lora_files import save_lora
 from tests.factories.served import build
 from tests.serve.launched import Served, served
 
@@ -43,23 +45,37 @@ def test_a_step_occupies_its_share_of_the_worker() -> None:
     assert Stepped(4.0, [], degree=4, ranks=4).occupied == 4.0
 
 
-def test_a_model_refuses_settings_that_ranks_dont_support(tmp_path: Path) -> None:
-    settings = ServeSettings(ranks=2, lora_dir=tmp_path)
-    with pytest.raises(InputError, match="lora_dir"):
+def test_a_model_refuses_settings_that_ranks_dont_support() -> None:
+    settings = ServeSettings(ranks=2, overlap="on")
+    with pytest.raises(InputError, match="overlap=on"):
         PipelineModel(settings, lambda event: None)
 
 
 @pytest.mark.slow
 def test_pictures_are_made_by_rounds(tmp_path: Path) -> None:
-    build("StableDiffusionPipeline").save_pretrained(tmp_path)
+    pipe = build("StableDiffusionPipeline")
+    pipe.save_pretrained(tmp_path / "model")
+    (tmp_path / "loras").mkdir()
+    save_lora(tmp_path / "loras" / "ink.safetensors", pipe, seed=1, scale=4.0)
 
     async def test(server: Served) -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
             body = {"prompt": "a cat", "num_inference_steps": 6, "slo_ms": 200_000}
+            each: list[dict[str, Any]] = [
+                {"seed": 1},
+                {"seed": 2},
+                {"seed": 1},
+                {"seed": 1, "lora": "ink:0.5"},
+            ]
             answers = await asyncio.gather(
-                *(client.post("/v1/images/generations", json=body | {"seed": n}) for n in (1, 2, 1))
+                *(client.post("/v1/images/generations", json=body | own) for own in each)
             )
-            assert [answer.status_code for answer in answers] == [200] * 3, answers[0].text
+            assert [answer.status_code for answer in answers] == [200] * 4, answers[0].text
+            pictures = [answer.json()["data"][0]["b64_json"] for answer in answers]
+            assert pictures[3] not in pictures[:3]
+            found = await client.post("/v1/images/generations", json=body | {"reuse": "0.5"})
+            assert found.status_code == 200, found.text
+            assert found.json()["data"][0]["maskfx"]["patch_share"] < 1
             await asyncio.sleep(1.5)  # a heartbeat with the counts
             assert (await client.get("/health")).json()["ranks"] == 2
             text = (await client.get("/metrics")).text
@@ -70,5 +86,9 @@ def test_pictures_are_made_by_rounds(tmp_path: Path) -> None:
             ranks = [p for p in server.children() if "rank_process" in " ".join(p.cmdline())]
             assert len(ranks) == 2
 
-    with served(300, model=str(tmp_path), ranks=2, max_num_seqs=4) as server:
+    folders: dict[str, Any] = {
+        "model": str(tmp_path / "model"),
+        "lora_dir": str(tmp_path / "loras"),
+    }
+    with served(300, **folders, ranks=2, max_num_seqs=4, patches=0.1) as server:
         asyncio.run(test(server))

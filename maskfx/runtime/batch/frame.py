@@ -7,7 +7,7 @@ spans, which Python reads, stay on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -302,6 +302,11 @@ class Frame:
         return stacks, [
             i for i, b in zip(indices, self.layout.batches, strict=True) for _ in range(b)
         ]
+
+    def drop_adapters(self, gone: Collection[int]) -> None:
+        """Release stacks with updates of these ids (of their `Layers`)."""
+        if self._adapted is not None and any(one.own.has(gone) for one in self._adapted[0].sets):
+            self._adapted = None
 
     def _stacks_of(self) -> tuple[Stacks, list[int | None]]:
         assert self._adapted is not None, "a graph with low-rank terms has their weights"

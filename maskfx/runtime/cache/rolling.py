@@ -8,14 +8,16 @@ one scatter per tap.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from threading import Lock
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Interface
@@ -25,7 +27,7 @@ from maskfx.runtime.cache.patch_changes import ChangeMeter, PatchChanges, patch_
 from maskfx.runtime.cache.placement import RowPlacement
 from maskfx.runtime.cache.places import Batched, Group, Regions, RowPlaces
 from maskfx.runtime.cache.row_writes import RowWrites
-from maskfx.runtime.cache.rows import device_of
+from maskfx.runtime.cache.rows import Rows, device_of
 from maskfx.runtime.cache.step_cache import StepCache, with_tensors
 from maskfx.runtime.devices import CPU, moved
 from maskfx.runtime.sites.active import ActiveSites
@@ -66,10 +68,31 @@ class RollingCache(StepCache):
     closed: bool = False
     _free: Callable[[], object] = field(default=lambda: None)
 
+    def __post_init__(self) -> None:
+        self.block.caches[self] = None
+
     @property
     def compares_inputs(self) -> bool:
         """Return True if stretches' inputs are compared with those that these last read."""
         return self.changes is not None and self.changes.since_read
+
+    def find_rows(self) -> None:
+        """Take rows and statistics from the buffers of the block, which have moved."""
+        block, batch = self.block, self.sizes["batch"]
+
+        def part(buffer: Tensor, segments: Sequence[str], like: Rows) -> Tensor:
+            group = group_of(block.interface, segments)
+            start = self.starts[group]
+            own = buffer[start : start + batch * self.totals[group]]
+            assert isinstance(like, Tensor), "a rolling cache holds plain rows"
+            return own.view(like.shape)
+
+        for tap, rows in self.rows.items():
+            segments = block.interface.taps[tap].segments
+            self.rows[tap] = part(block.rows[tap], segments, rows)
+        for key, stats in self.stats.items():
+            values = part(block.values[key], key[0], stats.values)
+            self.stats[key] = replace(stats, values=values)
 
     def close(self) -> None:
         """Return the rows to the pool; the cache can't be used afterwards."""
@@ -125,6 +148,8 @@ class RowBlock:
         self.empty = {group: list(free.ranges) for group, free in self.free.items()}
         self.rows, self.values = {}, {}
         self.patch_of: dict[Group, Tensor] = {}  # the patch of each row, counted per request
+        self.caches: MutableMapping[RollingCache, None] = WeakIdKeyDictionary()  # with rows here
+        self.lock = Lock()  # held while rows are written beside steps, or moved
         self.inputs: StretchInputs | None = None  # of requests that compare them while a step runs
         for tap, kept in like.rows.items():
             kind = interface.taps[tap]

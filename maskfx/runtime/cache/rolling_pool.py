@@ -93,26 +93,8 @@ class RollingPool:
         self._collect()
         block, starts = self._room(program, (first, device, since_read), kept, counts, own)
         block.own += own
-        rows = {}
-        for tap, value in kept.rows.items():
-            start = starts[group_of(interface, interface.taps[tap].segments)]
-            full = whole(value)
-            part = block.rows[tap][start : start + full.shape[0] * full.shape[1]]
-            rows[tap] = part.view(full.shape).copy_(full)
-        stats = {}
-        for key, found in kept.stats.items():
-            start, full = starts[group_of(interface, key[0])], whole(found.values)
-            part = block.values[key][start : start + full.shape[0] * full.shape[1]]
-            values = part.view(full.shape).copy_(full)
-            stats[key] = SiteStats(values, found.total.clone(), found.centre.clone(), found.size)
-        named = {f.name: getattr(kept, f.name) for f in fields(StepCache)}
-        output = [v.clone() if isinstance(v, Tensor) else v for v in kept.output]
-        named |= {"rows": rows, "stats": stats, "sums": {}, "output": output}
-        batch = kept.sizes["batch"]
-        totals = {group: count // batch for group, count in counts.items()}
-        cache = RollingCache(
-            **named, block=block, starts=starts, totals=totals, in_full=range(1, first + 1)
-        )
+        with block.lock:
+            cache = filled(block, kept, starts, counts, first)
 
         def leave() -> None:
             block.give(starts, counts)
@@ -168,6 +150,36 @@ class RollingPool:
         starts = block.take(counts)
         assert starts is not None
         return block, starts
+
+
+def filled(
+    block: RowBlock,
+    kept: StepCache,
+    starts: dict[Group, int],
+    counts: Mapping[Group, int],
+    first: int,
+) -> RollingCache:
+    """Write a recording to a block; return the cache that has it there."""
+    interface, rows = block.interface, {}
+    for tap, value in kept.rows.items():
+        start = starts[group_of(interface, interface.taps[tap].segments)]
+        full = whole(value)
+        part = block.rows[tap][start : start + full.shape[0] * full.shape[1]]
+        rows[tap] = part.view(full.shape).copy_(full)
+    stats = {}
+    for key, found in kept.stats.items():
+        start, full = starts[group_of(interface, key[0])], whole(found.values)
+        part = block.values[key][start : start + full.shape[0] * full.shape[1]]
+        values = part.view(full.shape).copy_(full)
+        stats[key] = SiteStats(values, found.total.clone(), found.centre.clone(), found.size)
+    named = {f.name: getattr(kept, f.name) for f in fields(StepCache)}
+    output = [v.clone() if isinstance(v, Tensor) else v for v in kept.output]
+    named |= {"rows": rows, "stats": stats, "sums": {}, "output": output}
+    batch = kept.sizes["batch"]
+    totals = {group: count // batch for group, count in counts.items()}
+    return RollingCache(
+        **named, block=block, starts=starts, totals=totals, in_full=range(1, first + 1)
+    )
 
 
 def rows_by_group(interface: Interface, cache: StepCache) -> dict[Group, int]:

@@ -27,6 +27,11 @@ def replace_rest(cache: RollingCache, recording: StepCache, mask: Mask) -> None:
             "RollingCache: the recording lacks rows that this request reads; record a template "
             "without Masks and without a budget"
         )
+    with cache.block.lock:
+        _replace(cache, recording, mask)
+
+
+def _replace(cache: RollingCache, recording: StepCache, mask: Mask) -> None:
     interface = cache.block.interface
     sites = ActiveSites(interface.pyramid, cache.sizes, mask)
     for tap, kept in cache.rows.items():

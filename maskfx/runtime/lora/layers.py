@@ -75,6 +75,10 @@ class AdapterSet:
     updates: tuple[WeightedLayers, ...]
     layers: tuple[LayerUpdate, ...]
 
+    def has(self, gone: Collection[int]) -> bool:
+        """Return True if it has updates with one of these ids (of their `Layers`)."""
+        return any(id(one.layers) in gone for one in self.updates)
+
 
 @dataclass
 class SetCache:
@@ -92,6 +96,13 @@ class SetCache:
         key = tuple((one.digest, one.weight, id(one.layers)) for one in acting)
         with self._lock:  # requests are checked in their threads, beside steps
             return self.known.find(key, lambda: check_updates(self.module, acting, key))
+
+    def drop(self, gone: Collection[int]) -> None:
+        """Release the sets with updates of these ids."""
+        with self._lock:
+            for key, own in self.known.items():
+                if own.has(gone):
+                    self.known.remove(key)
 
 
 def digests_of(updates: Updates) -> Digests:

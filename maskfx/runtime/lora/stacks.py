@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -168,3 +168,9 @@ class StackCache:
             found = Stacks([named[key] for key in keys], originals, device)
             self.kept.put((code, device, keys), found)
         return found, [None if own is None else keys.index(own.own.key) for own in sets]
+
+    def drop(self, gone: Collection[int]) -> None:
+        """Release the stacks with updates of these ids (of their `Layers`)."""
+        for place, known in self.kept.items():
+            if any(one.own.has(gone) for one in known.sets):
+                self.kept.remove(place)

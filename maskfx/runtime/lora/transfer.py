@@ -1,13 +1,10 @@
 """Adapters as one block of memory, which one process writes and another one reads without a copy.
 
-On Linux the block is a memory file without a name: it isn't counted against /dev/shm, it is freed
-with its last user, and it is allocated as a whole before it is written, so that a lack of memory is
-an error and not a signal. Elsewhere the block is sent through the channel.
+On Linux the block is a memory file. Elsewhere it is sent through the channel.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +13,7 @@ import torch
 from torch import Tensor
 
 from maskfx.runtime.lora.adapter import Adapter, Layers, LowRank
+from maskfx.runtime.processes import memory_files
 from maskfx.runtime.processes.channel import Channel
 
 ALIGN = 64  # bytes
@@ -68,19 +66,15 @@ def place(block: Tensor, dtype: torch.dtype, shape: Sequence[int], offset: int) 
     return block[offset : offset + nbytes].view(dtype).view(*shape)
 
 
-def shares_memory() -> bool:
-    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
-
-
 def send_block(channel: Channel, adapter: Adapter, head: Head) -> None:
     """Send an adapter's block; the other end calls `receive_block`."""
-    if not shares_memory():
+    if not memory_files.exist():
         block = torch.empty(head["nbytes"], dtype=torch.uint8)
         write_block(adapter, head, block)
         flat = block.numpy()
         channel.send(flat.data)
         return
-    descriptor = memory_file(head["nbytes"])
+    descriptor = memory_files.memory_file(NAME, head["nbytes"])
     try:
         write_block(adapter, head, mapped(descriptor, head["nbytes"]))
         channel.send_file(descriptor)
@@ -90,7 +84,7 @@ def send_block(channel: Channel, adapter: Adapter, head: Head) -> None:
 
 def receive_block(channel: Channel, head: Head) -> Adapter:
     """Receive what `send_block` sent and return its adapter."""
-    if not shares_memory():
+    if not memory_files.exist():
         return read_block(head, torch.frombuffer(channel.receive()[0], dtype=torch.uint8))
     descriptor = channel.receive_file()
     try:
@@ -99,19 +93,7 @@ def receive_block(channel: Channel, head: Head) -> Adapter:
         os.close(descriptor)
 
 
-def memory_file(nbytes: int) -> int:
-    """Return the descriptor of a memory file of this size, whose size can't be changed."""
-    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 def mapped(descriptor: int, nbytes: int) -> Tensor:
     """Map a memory file; unlike Python's `mmap`, the result keeps no descriptor."""
-    name = f"/proc/self/fd/{descriptor}"
+    name = memory_files.path_of(descriptor)
     return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)

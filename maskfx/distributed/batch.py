@@ -1,0 +1,68 @@
+"""RankBatch: a batch of a step, as a group of ranks gets it to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from maskfx.ir.program import Program
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.member import Member
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.steps import AnyStep, ValidatedCall
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """A batch.
+
+    Args:
+        program: What computes it; with adapters, a program with low-rank terms.
+        recording: Whether to emit what a recording keeps.
+        frame: Its frame.
+        calls: Its members.
+        members: The same, with the values of their inputs.
+        plain: The program without low-rank terms, from which costs are predicted: the terms cost
+            little beside their layers.
+        weights: The weights whose layers have terms; None without adapters.
+    """
+
+    program: Program
+    recording: bool
+    frame: Frame
+    calls: Sequence[ValidatedCall]
+    members: Sequence[Member]
+    plain: Program
+    weights: frozenset[str] | None
+
+    @classmethod
+    def of(
+        cls,
+        denoiser: CompiledDenoiser,
+        program: Program,
+        recording: bool,
+        frame: Frame,
+        calls: Sequence[ValidatedCall],
+        members: Sequence[Member],
+    ) -> RankBatch:
+        terms = denoiser.adapters.terms(program)
+        plain = program if terms is None else denoiser.programs[terms.code]
+        weights = None if terms is None else terms.weights
+        return cls(program, recording, frame, calls, members, plain, weights)
+
+    @property
+    def emits(self) -> frozenset[int] | None:
+        """The places of the taps that rolling caches keep; None if a member records all."""
+        if not self.recording or any(member.recording for member in self.members):
+            return None
+        blocks = [member.written.block for member in self.members if member.written is not None]
+        taps = enumerate(self.program.interface.taps.values())
+        return frozenset(
+            place
+            for place, tap in taps
+            if any(tap.name in one.taps or (tap.segments, tap.stats) in one.keys for one in blocks)
+        )
+
+    @property
+    def steps(self) -> list[AnyStep]:
+        return [call.step for call in self.calls]
