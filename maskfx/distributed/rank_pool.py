@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.distributed.heartbeat import Waits
-from maskfx.distributed.messages import Unneeded, SentRolling
+from maskfx.distributed.messages import SentRolling, Unneeded
 from maskfx.distributed.processes import RankFailure, RankProcess, RankProcesses
 from maskfx.distributed.restarts import Restarts
 from maskfx.runtime.cache.rolling import RollingCache, RowBlock
