@@ -37,10 +37,10 @@ from maskfx.distributed.restarts import Restarts
 from maskfx.runtime.cache.shared_block import SharedBuffers
 from maskfx.runtime.lora.sent import HeldAdapters
 from maskfx.runtime.processes.child_process import ChildProcess
-from maskfx.runtime.sendable import bare
-from maskfx.runtime.sent_cache import SentCache
 from maskfx.runtime.steps import EditStep, sent_layers
-from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
+from maskfx.runtime.transport.sendable import bare
+from maskfx.runtime.transport.sent_cache import SentCache
+from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack, unpack
 
 log = logging.getLogger(__name__)
 

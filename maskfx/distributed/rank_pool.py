@@ -31,10 +31,10 @@ from maskfx.runtime.cache.step_cache import StepCache, changed
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.lora.sent import LayerNumbers, SentLayers, nbytes_of
-from maskfx.runtime.sendable import can_be_sent
-from maskfx.runtime.sent_cache import SentCache
 from maskfx.runtime.steps import AnyStep, EditStep, without_late
-from maskfx.runtime.tensor_transport import Unsendable
+from maskfx.runtime.transport.sendable import can_be_sent
+from maskfx.runtime.transport.sent_cache import SentCache
+from maskfx.runtime.transport.tensor_transport import Unsendable
 from maskfx.runtime.weights import WeightChange, Weights
 
 log = logging.getLogger(__name__)

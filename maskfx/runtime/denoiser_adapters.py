@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from maskfx.ir.program import Program
-from maskfx.runtime.executor import BatchExecutor
+from maskfx.runtime.execution.executor import BatchExecutor
+from maskfx.runtime.execution.twins import Terms
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.lora.layers import SetCache
-from maskfx.runtime.twins import Terms
 
 
 class DenoiserAdapters:

@@ -14,7 +14,7 @@ from maskfx.runtime.steps import AnyStep, DenseStep
 class StepExecutor(Protocol):
     """Computes the steps of one denoiser elsewhere, such as in another process.
 
-    `maskfx.pipelines.execute` calls it in a thread, beside the steps of other denoisers. If it is
+    `maskfx.pipelines.runs.execute` calls it in a thread, beside the steps of other denoisers. If it is
     `joint`, it serves several denoisers that compute the same, and steps of all of them form one
     batch.
     """

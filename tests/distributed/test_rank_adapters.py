@@ -20,7 +20,7 @@ from maskfx.distributed.rank_process import RankState
 from maskfx.runtime.lora.adapter import WeightedLayers
 from maskfx.runtime.lora.sent import HeldAdapters, LayerNumbers, SentLayers, nbytes_of
 from maskfx.runtime.steps import sent_layers
-from maskfx.runtime.tensor_transport import pack, unpack
+from maskfx.runtime.transport.tensor_transport import pack, unpack
 from tests.distributed import tiny
 from tests.distributed.test_ranks import cache_error, error, shares
 from tests.factories.lora import merged, update_of

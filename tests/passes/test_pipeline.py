@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from maskfx.compiler import compile as compiling
+from maskfx.compiler.annotate import fresh_copy
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import compile_capture
-from maskfx.compiler.marked import fresh_copy
 from maskfx.errors import CompileError
 from maskfx.ir.lanes import NotLaned
 from maskfx.ir.program import Interface
