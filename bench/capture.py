@@ -26,8 +26,8 @@ import maskfx
 from bench import harness, shapes
 from bench.report import columns, times
 from maskfx.compiler.capture import branches
-from maskfx.pipelines.autoencoder import INPUT, AutoencoderMethod
-from maskfx.runtime.shared_programs import shared_programs
+from maskfx.pipelines.handlers.autoencoder import INPUT, AutoencoderMethod
+from maskfx.runtime.programs.shared_programs import shared_programs
 
 STABLE_DIFFUSION = {
     "block_out_channels": (128, 256, 512, 512),

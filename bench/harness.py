@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from maskfx.runtime.cpu_threads import sharing_cores
+from maskfx.runtime.hardware.cpu_threads import sharing_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 

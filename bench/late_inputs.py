@@ -19,7 +19,7 @@ from unittest import mock
 import maskfx
 from bench.harness import Figure, alternate, ratio
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.run import DenoiserCall
+from maskfx.pipelines.runs.run import DenoiserCall
 
 Spent = dict[str, list[float]]  # seconds of each step by denoiser
 Steps = dict[str, Any]  # the last step of each denoiser

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from maskfx.errors import NumberError as NumberError
     from maskfx.errors import SignatureError as SignatureError
     from maskfx.export.exporter import export as export
+    from maskfx.pipelines.adapters.lora import Lora as Lora
     from maskfx.pipelines.compile import decompile as decompile
     from maskfx.pipelines.compile import template as template
-    from maskfx.pipelines.lora import Lora as Lora
     from maskfx.pipelines.quality import Quality as Quality
     from maskfx.pipelines.state import Template as Template
     from maskfx.runtime.cache.loader import Loader as Loader
@@ -89,7 +89,7 @@ HOMES = {
     "HelperProcesses": "maskfx.engine.helper_processes",
     "InputError": "maskfx.errors",
     "Loader": "maskfx.runtime.cache.loader",
-    "Lora": "maskfx.pipelines.lora",
+    "Lora": "maskfx.pipelines.adapters.lora",
     "LowRank": "maskfx.runtime.lora.adapter",
     "MaskError": "maskfx.errors",
     "MaskfxError": "maskfx.errors",

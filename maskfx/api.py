@@ -13,7 +13,7 @@ from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.pipelines.check_settings import PipelineSettings, check_names, check_types
 from maskfx.pipelines.compile import compile_pipeline, explain_pipeline
-from maskfx.pipelines.pipeline import is_pipeline
+from maskfx.pipelines.parts.pipeline import is_pipeline
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.explain import explain as table

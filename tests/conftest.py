@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from maskfx.ops.kept import FOLDER as KEPT
-from maskfx.runtime import cpu_threads
-from maskfx.runtime.shared_programs import shared_programs
+from maskfx.ops.cache_folder import FOLDER as KEPT
+from maskfx.runtime.hardware import cpu_threads
+from maskfx.runtime.programs.shared_programs import shared_programs
 
 TESTS = Path(__file__).parent
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
@@ -30,9 +30,9 @@ SHARING = (
 )
 # files whose tests share what takes a while to make: one process runs each of them
 TOGETHER = (
-    "pipelines/test_autoencoder.py",
+    "pipelines/handlers/test_autoencoder.py",
     "serve/frontend/test_tracing.py",
-    "serve/models/test_generated.py",
+    "serve/models/test_generated_images.py",
     "serve/models/test_helper_choice.py",
     "test_errors.py",
 )
@@ -87,7 +87,7 @@ class Wrong(logging.Handler):
 @pytest.fixture(autouse=True)
 def every_program_is_right(request: pytest.FixtureRequest) -> Iterator[None]:
     """Running dense instead would hide a fault of the compiler."""
-    wrong, log = Wrong(), logging.getLogger("maskfx.runtime.program_cache")
+    wrong, log = Wrong(), logging.getLogger("maskfx.runtime.programs.program_cache")
     log.addHandler(wrong)
     yield
     log.removeHandler(wrong)

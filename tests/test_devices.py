@@ -25,7 +25,7 @@ import maskfx
 from maskfx.ir.program import Program
 from maskfx.ir.sources import RestSpans, Spans
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.template_library import TemplateLibrary
+from maskfx.pipelines.templates.template_library import TemplateLibrary
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.movers import DeviceMover
 from maskfx.runtime.cache.quantize import Encoding, Format
@@ -33,8 +33,8 @@ from maskfx.runtime.cache.rows import tensors_of
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.tiers import Tiers
+from maskfx.runtime.execution.replays import has_known_sizes
 from maskfx.runtime.planner.step_planner import StepPlanner
-from maskfx.runtime.replays import has_known_sizes
 from maskfx.runtime.steps import AnyStep
 from tests.factories import emulated, masks, served
 from tests.factories.pipelines import PIPES, anew, call_of, picture, square
@@ -75,8 +75,9 @@ PIPE_CASES = [*KINDS, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_KI
 
 # where a step may wait for its device, and why
 STEP_WAITS = {
-    "copy to the host in runtime/validate.py:numbers_of",  # the timesteps of all edits, at once
-    "copy to the host in pipelines/execute.py:check_finite",  # one sum of each result, at once
+    # the timesteps of all edits, at once
+    "copy to the host in runtime/validation/validate.py:numbers_of",
+    "copy to the host in pipelines/runs/execute.py:check_finite",  # one sum of each result, at once
 }
 
 
@@ -419,7 +420,7 @@ def test_a_step_waits_once_for_its_device_and_brings_its_tables_in_one_copy() ->
     assert len(tables) == 1, "the tables of a new batch cross in one copy"
     with emulated.watched() as again:
         denoiser.edit(steps)
-    assert again.waits == ["copy to the host in runtime/validate.py:numbers_of"]
+    assert again.waits == ["copy to the host in runtime/validation/validate.py:numbers_of"]
     assert again.uploads == []
 
 
@@ -499,7 +500,7 @@ def test_a_pipelines_edit_does_not_wait_for_the_times_of_its_steps() -> None:
     with emulated.watched() as seen:
         here(**edit_of(name, DEVICE, 5))
     counts = Counter(seen.waits)
-    assert counts["copy to the host in runtime/validate.py:numbers_of"] == 0, counts
+    assert counts["copy to the host in runtime/validation/validate.py:numbers_of"] == 0, counts
 
 
 def test_a_shared_step_of_the_engine_waits_twice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

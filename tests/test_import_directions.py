@@ -61,7 +61,7 @@ def at_start(tree: ast.Module) -> Iterator[ast.stmt]:
     [
         ("maskfx.passes.narrow", "import maskfx.runtime.cache", "maskfx.runtime.cache"),
         ("maskfx.passes.narrow", "from maskfx import compile", "maskfx"),
-        ("maskfx.runtime.executor", "from maskfx.passes import rows", "maskfx.passes"),
+        ("maskfx.runtime.execution.executor", "from maskfx.passes import rows", "maskfx.passes"),
         ("maskfx.serve.launch", "import maskfx.passes.verify", "maskfx.passes.verify"),
         ("maskfx.pipelines", "from maskfx.compiler import a", "maskfx.compiler"),
         ("maskfx.errors", "import maskfx as m", "maskfx"),

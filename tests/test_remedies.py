@@ -13,7 +13,7 @@ from maskfx.export.host.arguments import check_arguments, check_shapes, value_of
 from maskfx.export.host.checks import check_regions
 from maskfx.runtime.lora.registry import Adapters
 from maskfx.runtime.planner.timeline import BlockChoice, BlockTimes, batch_costs
-from maskfx.runtime.validate import check_boolean
+from maskfx.runtime.validation.validate import check_boolean
 from maskfx.serve.frontend.adapter_names import AdapterNames
 
 NOWHERE = Path("/nowhere/loras")

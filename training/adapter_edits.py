@@ -28,8 +28,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from bench.harness import header, write_json
+from maskfx.pipelines.adapters.lora_files import LoraTarget, converted
 from maskfx.pipelines.call_defaults import call_of
-from maskfx.pipelines.lora_files import LoraTarget, converted
 from maskfx.runtime.lora.adapter import WeightedLayers
 from maskfx.runtime.lora.files import FileLimits
 from maskfx.runtime.lora.patch import patched

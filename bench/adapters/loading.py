@@ -44,7 +44,7 @@ import maskfx
 from bench.adapters.store import read, slow_down
 from bench.harness import ROOT, alternate, figure, header, ratio, write_json
 from bench.report import columns
-from maskfx.pipelines.lora_files import LoraTarget, converted
+from maskfx.pipelines.adapters.lora_files import LoraTarget, converted
 from maskfx.runtime.lora.adapter import WeightedLayers
 from maskfx.runtime.lora.files import FileLimits
 from maskfx.runtime.lora.patch import patched

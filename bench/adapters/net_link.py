@@ -25,7 +25,7 @@ from bench.foundations import STEPS, control_pipeline
 from bench.harness import ROOT, header, write_json
 from maskfx.engine.step_process import StepProcess
 from maskfx.runtime.steps import EditStep
-from maskfx.runtime.tensor_transport import pack
+from maskfx.runtime.transport.tensor_transport import pack
 
 
 def nbytes(value: object) -> int:

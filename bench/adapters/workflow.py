@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import maskfx
 from bench import masks
 from bench.engine.bed import build, smooth_picture
-from maskfx.pipelines.lora_files import LoraTarget, converted
+from maskfx.pipelines.adapters.lora_files import LoraTarget, converted
 from maskfx.runtime.lora.adapter import WeightedLayers
 from maskfx.runtime.lora.files import FileLimits
 

@@ -23,7 +23,7 @@ import maskfx
 from bench.engine.bed import Bench, Request
 from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.engine.placement import InEngineLoop
-from maskfx.runtime import cpu_threads as giving
+from maskfx.runtime.hardware import cpu_threads as giving
 
 Blocks = dict[str, list[dict[str, Any]]]  # by load
 

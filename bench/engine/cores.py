@@ -19,8 +19,8 @@ from bench.engine.bed import Bench
 from bench.harness import ratio
 from maskfx.engine import engine as engines
 from maskfx.engine.helper_processes import HelperProcesses
-from maskfx.runtime import cpu_threads as giving
-from maskfx.runtime import graph_runs
+from maskfx.runtime.execution import graph_runs
+from maskfx.runtime.hardware import cpu_threads as giving
 
 
 def cores(bench: Bench, rounds: int, batch: int) -> dict[str, Any]:

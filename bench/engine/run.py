@@ -38,7 +38,7 @@ from bench.engine.bed import ENCODINGS, TEMPLATES, Bench, Request, open_bench, r
 from bench.engine.cores import cores
 from bench.harness import ROOT, alternate, figure, header, ratio, resident, write_json
 from maskfx.engine.helper_processes import HelperProcesses
-from maskfx.pipelines import execute as executing
+from maskfx.pipelines.runs import execute as executing
 
 RESULTS = ROOT / "bench" / "results"
 BATCHES = (1, 2, 4, 8)

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from bench.quality.edits import draw_edit
-from maskfx.pipelines.masks import pooled
+from maskfx.pipelines.masks.masks import pooled
 from training.edits import Edit
 from training.scenes import SIDE
 

@@ -17,7 +17,7 @@ import maskfx
 from bench.quality.bed import Bed, Case, Made
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.template_library import TemplateLibrary
+from maskfx.pipelines.templates.template_library import TemplateLibrary
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.templates.footprint import ENCODINGS
 

@@ -28,11 +28,11 @@ from maskfx.cli.demo_sheet import Panel, difference, masked, sheet
 from maskfx.errors import InputError
 from maskfx.pipelines.call_defaults import call_of
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.masks import grid_of, pooled
-from maskfx.pipelines.pipeline import Pipeline
+from maskfx.pipelines.masks.masks import grid_of, pooled
+from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.state import Template
-from maskfx.runtime.cpu_threads import settle, sharing_cores
+from maskfx.runtime.hardware.cpu_threads import settle, sharing_cores
 from maskfx.shipped import FOLDER, names, reference
 
 SIDE = 32  # of the latent: an image of 256 x 256

@@ -17,7 +17,7 @@ from maskfx.cli.demo import OUT, QUALITY, SEED, STEPS, Example, quiet_libraries
 from maskfx.cli.demo_sheet import Panel, masked, sheet
 from maskfx.errors import InputError
 from maskfx.pipelines.call_defaults import call_of
-from maskfx.pipelines.pipeline import Pipeline
+from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.shipped import CONTROLNETS, FOLDER, loras, names, reference
 
 

@@ -25,7 +25,7 @@ from maskfx.errors import InputError
 from maskfx.export.light_parts import LightParts
 from maskfx.export.shell import blank_like
 from maskfx.export.weight_files import WeightFiles
-from maskfx.pipelines.stand_in import find_denoisers, named_arguments
+from maskfx.pipelines.parts.stand_in import find_denoisers, named_arguments
 from maskfx.serve.models.canvas import Canvas
 from maskfx.serve.models.model_source import (
     LIBRARIES,

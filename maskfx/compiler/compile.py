@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from maskfx.compiler.annotate import MarkedGraph, fresh_copy
 from maskfx.compiler.build_program import build
 from maskfx.compiler.capture.captured import Capture
-from maskfx.compiler.marked import MarkedGraph, fresh_copy
 from maskfx.ir import progress
 from maskfx.ir.lanes import NotLaned
 from maskfx.ir.program import Interface, Program, SideGraph

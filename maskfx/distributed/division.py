@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from maskfx.compiler.split import SplitProgram
+from maskfx.compiler.rank_twins import SplitProgram
 from maskfx.distributed.links import LinkCosts, shared_texts
 from maskfx.distributed.measured_steps import WHOLE, MeasuredSteps
 from maskfx.distributed.partition import Partition, divisions

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from maskfx.compiler.split import Sent
+from maskfx.compiler.rank_twins import Sent
 from maskfx.distributed.layout import RankLayout
 from maskfx.distributed.tables import received_rows, scale_of
 from maskfx.ir.sources import Exchanged

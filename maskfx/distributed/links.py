@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from maskfx.compiler.split import SplitProgram
+from maskfx.compiler.rank_twins import SplitProgram
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.work import Work
 from maskfx.ir.lanes import is_image, is_text

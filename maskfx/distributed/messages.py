@@ -40,7 +40,7 @@ class PartRequest:
         partition: The ranks' shares.
         ranks: Their numbers in the world group.
         place: The place of this rank among them.
-        keys_by_rank: See `maskfx.compiler.split.split_program`.
+        keys_by_rank: See `maskfx.compiler.rank_twins.split_program`.
         late: How the exchanges of each member are late; empty if all members wait.
         late_bytes: The bytes of others' rows that a rank may hold between steps.
         ended: Requests whose rows are no longer needed.

@@ -35,10 +35,10 @@ from maskfx.distributed.measure import slowest
 from maskfx.distributed.messages import PartRequest, RankRequest, World
 from maskfx.distributed.restarts import Restarts
 from maskfx.runtime.processes.child_process import ChildProcess
-from maskfx.runtime.sendable import bare
-from maskfx.runtime.sent_cache import SentCache
 from maskfx.runtime.steps import EditStep
-from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
+from maskfx.runtime.transport.sendable import bare
+from maskfx.runtime.transport.sent_cache import SentCache
+from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack, unpack
 
 log = logging.getLogger(__name__)
 

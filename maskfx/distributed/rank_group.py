@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from maskfx.compiler.split import SplitProgram
+from maskfx.compiler.rank_twins import SplitProgram
 from maskfx.distributed.division import Divider
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.late_runs import Division, LateRuns, Members, cut_evenly
@@ -31,11 +31,11 @@ from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.rolling import RollingCache
-from maskfx.runtime.cpu_threads import computing_with
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.hardware.cpu_threads import computing_with
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, ValidatedCall, late_exchange
-from maskfx.runtime.tensor_transport import Unsendable
+from maskfx.runtime.transport.tensor_transport import Unsendable
 
 log = logging.getLogger(__name__)
 

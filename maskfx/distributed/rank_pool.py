@@ -24,10 +24,10 @@ from maskfx.distributed.processes import RankFailure, RankProcess, RankProcesses
 from maskfx.distributed.restarts import Restarts
 from maskfx.runtime.cache.step_cache import StepCache, changed
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.sendable import can_be_sent
-from maskfx.runtime.sent_cache import SentCache
 from maskfx.runtime.steps import AnyStep, EditStep, without_late
-from maskfx.runtime.tensor_transport import Unsendable
+from maskfx.runtime.transport.sendable import can_be_sent
+from maskfx.runtime.transport.sent_cache import SentCache
+from maskfx.runtime.transport.tensor_transport import Unsendable
 from maskfx.runtime.weights import WeightChange, Weights
 
 log = logging.getLogger(__name__)

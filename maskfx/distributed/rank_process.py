@@ -38,10 +38,10 @@ from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.processes.channel import Channel, connect_to_parent
-from maskfx.runtime.sent_cache import received
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep
-from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
+from maskfx.runtime.transport.sent_cache import received
+from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack, unpack
 
 
 @dataclass

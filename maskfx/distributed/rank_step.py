@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from maskfx import ops
-from maskfx.compiler.fused import fused
-from maskfx.compiler.split import SplitProgram, split_program
+from maskfx.compiler.fuse import fused
+from maskfx.compiler.rank_twins import SplitProgram, split_program
 from maskfx.config import Settings
 from maskfx.distributed.late_group import ExchangeOrigins
 from maskfx.distributed.layout import RankLayout

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from maskfx import ops
-from maskfx.compiler.split import SplitProgram
+from maskfx.compiler.rank_twins import SplitProgram
 from maskfx.distributed.links import LinkCosts
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.work import Work, rank_flops

@@ -15,7 +15,7 @@ from maskfx.engine.batch_policy import admitted
 from maskfx.engine.ticket import Ticket, TicketState
 from maskfx.errors import Busy, Closed
 from maskfx.pipelines.waiting import LOOK, Waiting
-from maskfx.runtime.cpu_threads import give_back
+from maskfx.runtime.hardware.cpu_threads import give_back
 
 
 class Admission:

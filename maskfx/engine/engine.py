@@ -26,13 +26,13 @@ from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.step_runner import Step, StepRunner
 from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState, Told
 from maskfx.errors import Closed, InputError
+from maskfx.pipelines.adapters.late_lora import Loras
 from maskfx.pipelines.compile import pipeline_state_of, read_ahead, template
 from maskfx.pipelines.encoder_cache import REMEMBER
-from maskfx.pipelines.late_lora import Loras
-from maskfx.pipelines.pipeline import Pipeline
-from maskfx.pipelines.run import DenoiserCall
+from maskfx.pipelines.parts.pipeline import Pipeline
+from maskfx.pipelines.runs.run import DenoiserCall
 from maskfx.pipelines.waiting import LOOK
-from maskfx.runtime.cpu_threads import give_back, settle, share_cores
+from maskfx.runtime.hardware.cpu_threads import give_back, settle, share_cores
 
 log = logging.getLogger(__name__)
 

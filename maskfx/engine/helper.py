@@ -12,9 +12,9 @@ from contextlib import suppress
 
 import torch
 
-from maskfx.runtime.cpu_threads import give_back
+from maskfx.runtime.hardware.cpu_threads import give_back
 from maskfx.runtime.processes.channel import Channel, connect_to_parent
-from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
+from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack, unpack
 
 Key = int | str  # of a pipeline component
 

@@ -31,12 +31,12 @@ from maskfx.engine.placement import (
     spared,
 )
 from maskfx.errors import Closed, InputError
-from maskfx.pipelines.lora import adapters_of
-from maskfx.pipelines.stand_in import is_coded
-from maskfx.runtime.cpu_threads import beside
+from maskfx.pipelines.adapters.lora import adapters_of
+from maskfx.pipelines.parts.stand_in import is_coded
+from maskfx.runtime.hardware.cpu_threads import beside
 from maskfx.runtime.processes.child_process import ChildProcess
-from maskfx.runtime.sendable import bare, can_be_sent
-from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
+from maskfx.runtime.transport.sendable import bare, can_be_sent
+from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack, unpack
 from maskfx.runtime.weights import WeightChange, Weights
 
 log = logging.getLogger(__name__)

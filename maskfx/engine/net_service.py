@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from maskfx.engine.step_process import StepProcess
-from maskfx.pipelines.computed_sites import sites_of
+from maskfx.pipelines.runs.computed_sites import sites_of
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.identity import weight_bytes
 from maskfx.runtime.step_executor import compute_steps

@@ -17,13 +17,13 @@ from maskfx.engine.step_runner import StepRunner
 from maskfx.engine.ticket import Ticket
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.engine.turns import Turns
-from maskfx.pipelines.alterations import alters_modules
 from maskfx.pipelines.compile import KEPT, pipeline_state_of
 from maskfx.pipelines.encoder_cache import EncoderCache
-from maskfx.pipelines.guiders import is_guider
-from maskfx.pipelines.pipeline import is_inner
-from maskfx.pipelines.run import DenoiserCall
-from maskfx.pipelines.schedule import is_scheduler
+from maskfx.pipelines.parts.alterations import alters_modules
+from maskfx.pipelines.parts.guiders import is_guider
+from maskfx.pipelines.parts.pipeline import is_inner
+from maskfx.pipelines.runs.run import DenoiserCall
+from maskfx.pipelines.schedules.schedule import is_scheduler
 from maskfx.pipelines.waiting import Wait
 from maskfx.runtime.reuse.patch_calls import PatchCounts
 

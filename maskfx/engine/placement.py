@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from maskfx.engine.stateful_parts import StatefulParts
-from maskfx.pipelines.lora import adapters_of
-from maskfx.runtime.cpu_threads import beside, computing_with, cores_left
-from maskfx.runtime.sendable import on_cpu
+from maskfx.pipelines.adapters.lora import adapters_of
+from maskfx.runtime.hardware.cpu_threads import beside, computing_with, cores_left
+from maskfx.runtime.transport.sendable import on_cpu
 
 METHODS = ("forward", "encode", "decode", "preprocess", "postprocess", "encode_image")
 

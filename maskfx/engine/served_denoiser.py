@@ -12,11 +12,11 @@ from maskfx.errors import CacheError
 from maskfx.runtime.cache.step_cache import StepCache, with_tensors
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Layers, Updates
-from maskfx.runtime.sendable import bare
-from maskfx.runtime.sent_cache import received
-from maskfx.runtime.shared_tensors import PackedMessage, TensorHolder
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep, RecordStep
+from maskfx.runtime.transport.sendable import bare
+from maskfx.runtime.transport.sent_cache import received
+from maskfx.runtime.transport.shared_tensors import PackedMessage, TensorHolder
 
 
 @dataclass

@@ -20,8 +20,8 @@ from maskfx.errors import InputError
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.identity import identity_of, is_plain, same_weights
 from maskfx.runtime.popularity import LeastFrequentlyUsed, ResidentSet
-from maskfx.runtime.program_files import compiled_as
-from maskfx.runtime.sendable import kept_by
+from maskfx.runtime.programs.program_files import compiled_as
+from maskfx.runtime.transport.sendable import kept_by
 from maskfx.runtime.weights import Weights
 
 log = logging.getLogger(__name__)

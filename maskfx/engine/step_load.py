@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from maskfx.engine.round_policy import StepLoad
-from maskfx.pipelines.batches import batch_of
-from maskfx.pipelines.computed_sites import sites_of
-from maskfx.pipelines.edit_handler import EditHandler
-from maskfx.pipelines.run import DenoiserCall
+from maskfx.pipelines.handlers.edit_handler import EditHandler
+from maskfx.pipelines.runs.computed_sites import sites_of
+from maskfx.pipelines.runs.run import DenoiserCall
+from maskfx.pipelines.templates.batches import batch_of
 from maskfx.runtime.steps import DenseStep
 
 

@@ -27,11 +27,11 @@ from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Layers, WeightedLayers
-from maskfx.runtime.sent_cache import SentCache
-from maskfx.runtime.shared_tensors import PackedMessage, TensorSender
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep, without_late
-from maskfx.runtime.tensor_transport import Unsendable
+from maskfx.runtime.transport.sent_cache import SentCache
+from maskfx.runtime.transport.shared_tensors import PackedMessage, TensorSender
+from maskfx.runtime.transport.tensor_transport import Unsendable
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.ticket import AnsweredStep, MemberWork, ParkedCalls, TicketState, tell
-from maskfx.pipelines.execute import Executors, StepThreads, execute
+from maskfx.pipelines.runs.execute import Executors, StepThreads, execute
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.step_executor import StepExecutor
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from maskfx.errors import Cancelled, DeadlineMissed
 from maskfx.ir.level_shares import MaskWork
-from maskfx.pipelines.run import DenoiserCall
-from maskfx.runtime.cpu_threads import give_back
+from maskfx.pipelines.runs.run import DenoiserCall
+from maskfx.runtime.hardware.cpu_threads import give_back
 from maskfx.runtime.reuse.patch_calls import PatchCounts
 from maskfx.runtime.step_kinds import StepKind
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from maskfx.compiler.annotate import MarkedGraph
 from maskfx.compiler.artifact.artifact import load
 from maskfx.compiler.artifact.graphs import weights_of
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.captured import Capture, groups_of, joined
 from maskfx.compiler.capture.roles import Roles, Sizes
 from maskfx.compiler.compile import Compilation
-from maskfx.compiler.marked import MarkedGraph
 from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.export.graph_set import GraphSet
@@ -31,8 +31,8 @@ from maskfx.ir.program import KEYS, STRETCH, SideGraph
 from maskfx.ir.values import is_wrapped
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.program_cache import ProgramCache
-from maskfx.runtime.validate import expand_timesteps
+from maskfx.runtime.programs.program_cache import ProgramCache
+from maskfx.runtime.validation.validate import expand_timesteps
 from maskfx.runtime.weights import Weights
 
 PROGRAM = "program.maskfx"  # the compiled program, without its weights

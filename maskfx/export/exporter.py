@@ -20,12 +20,12 @@ from maskfx.errors import InputError, MissingRequest
 from maskfx.export.options import TRITON, Options
 from maskfx.export.part_times import PartTimes
 from maskfx.export.triton import write_repository
-from maskfx.export.uncompared import UncomparedDenoiser
 from maskfx.export.weight_files import WeightFiles
 from maskfx.export.write_denoiser import DENOISER, Exported, write_denoiser
+from maskfx.export.write_only import UncomparedDenoiser
 from maskfx.ir.values import has_meta
 from maskfx.pipelines.compile import is_compiled, pipeline_state_of
-from maskfx.pipelines.pipeline import Pipeline, is_pipeline
+from maskfx.pipelines.parts.pipeline import Pipeline, is_pipeline
 from maskfx.runtime.denoiser import CompiledDenoiser
 
 

@@ -21,7 +21,7 @@ from maskfx.errors import InputError
 from maskfx.export.denoiser import ExportedDenoiser
 from maskfx.export.manifest import NAME, read_manifest
 from maskfx.ir.values import copy_of
-from maskfx.pipelines.stand_in import named_arguments
+from maskfx.pipelines.parts.stand_in import named_arguments
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.make_denoiser import COMPILES
 

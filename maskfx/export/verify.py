@@ -18,7 +18,7 @@ from maskfx.export.denoiser import ExportedDenoiser
 from maskfx.export.describe import hint
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.objects import copied_tree
-from maskfx.runtime.proof import uneven_mask
+from maskfx.runtime.programs.proof import uneven_mask
 from maskfx.runtime.steps import EditStep
 
 BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-4}

@@ -35,8 +35,7 @@ from maskfx.ops.low_rank import add_low_rank
 from maskfx.ops.native import cpu
 from maskfx.ops.norms import group_scale, line_scale, scale_shift, site_moments
 from maskfx.ops.pairs import STEPS, pair_sum, site_pair_sum
-from maskfx.ops.picks import by_expert, choose, chosen, expert_product, pick_tokens
-from maskfx.ops.put import add_changes, put_all, put_rows, replace_all
+from maskfx.ops.pick_rows import by_expert, choose, chosen, expert_product, pick_tokens
 from maskfx.ops.sums import (
     owner_product,
     site_extreme,
@@ -44,7 +43,8 @@ from maskfx.ops.sums import (
     site_mean,
     site_product,
 )
-from maskfx.ops.whole import run_whole, whole
+from maskfx.ops.whole_modules import run_whole, whole
+from maskfx.ops.write_rows import add_changes, put_all, put_rows, replace_all
 
 ALL = (
     *(gather, enter, group_scale, scale_shift, attend, site_mean, site_product, owner_product),

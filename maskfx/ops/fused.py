@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from maskfx.ops.attention import attend, ragged_flops
 from maskfx.ops.base import define
 from maskfx.ops.norms import scale_shift
-from maskfx.ops.packed import widen
+from maskfx.ops.unpack import widen
 from maskfx.ops.windows import by_blocks
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

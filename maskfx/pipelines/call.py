@@ -14,21 +14,25 @@ from functools import partial
 
 from maskfx.errors import EngineError
 from maskfx.ir import progress
-from maskfx.pipelines.autoencoder import AutoencoderCalls
+from maskfx.pipelines.adapters.late_lora import from_start, held, prefetch, resolved
+from maskfx.pipelines.adapters.lora import CallAdapters, applied
+from maskfx.pipelines.adapters.lora_files import LoraTarget
 from maskfx.pipelines.call_checks import check_options, check_quality
-from maskfx.pipelines.call_handler import CallHandler
 from maskfx.pipelines.callbacks import callbacks_of, may_set, without_callbacks
-from maskfx.pipelines.interception import watched
-from maskfx.pipelines.late_lora import from_start, held, prefetch, resolved
-from maskfx.pipelines.late_results import LateResults
-from maskfx.pipelines.late_rows import LateRows
-from maskfx.pipelines.lora import CallAdapters, applied
-from maskfx.pipelines.lora_files import LoraTarget
-from maskfx.pipelines.masks import Pictures, is_picture, like_mask
-from maskfx.pipelines.modular import errors_hidden, with_state
+from maskfx.pipelines.digests import digest
+from maskfx.pipelines.handlers.autoencoder import AutoencoderCalls
+from maskfx.pipelines.handlers.call_handler import CallHandler
+from maskfx.pipelines.masks.masks import Pictures, is_picture, like_mask
+from maskfx.pipelines.masks.videos import VIDEO, is_video
 from maskfx.pipelines.outputs import as_list, force_images
-from maskfx.pipelines.pipeline import Pipeline
-from maskfx.pipelines.probe import (
+from maskfx.pipelines.parts.modular import errors_hidden, with_state
+from maskfx.pipelines.parts.pipeline import Pipeline
+from maskfx.pipelines.parts.stand_in import running
+from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.runs.interception import watched
+from maskfx.pipelines.runs.late_results import LateResults
+from maskfx.pipelines.runs.late_rows import LateRows
+from maskfx.pipelines.runs.probe import (
     CallInputs,
     FirstStepHandler,
     InputRecorder,
@@ -38,19 +42,15 @@ from maskfx.pipelines.probe import (
     grows_within_batch,
     same_inputs,
 )
-from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.run import PipelineRun
-from maskfx.pipelines.stand_in import running
+from maskfx.pipelines.runs.run import PipelineRun
 from maskfx.pipelines.state import Arguments, CallOptions, PipelineState, Template
-from maskfx.pipelines.template_key import (
+from maskfx.pipelines.templates.template_key import (
     bind_arguments,
     count_pictures,
-    digest,
     is_states_of_text,
     recording_arguments,
     seeded_noise,
 )
-from maskfx.pipelines.videos import VIDEO, is_video
 from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
 
 # why a run with parallel="late" may be one that waits

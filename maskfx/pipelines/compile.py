@@ -19,22 +19,22 @@ from torch import nn
 from maskfx.config import Settings
 from maskfx.errors import EngineError, InputError
 from maskfx.ir import progress
-from maskfx.pipelines.autoencoder import find_methods, method_of, same_method
+from maskfx.pipelines.adapters.late_lora import Loras
 from maskfx.pipelines.call import PipelineCall
 from maskfx.pipelines.call_checks import template_name
 from maskfx.pipelines.call_signatures import call_of_class, with_options
 from maskfx.pipelines.check_settings import check_budget, check_costs
 from maskfx.pipelines.encoder_cache import REMEMBER, EncoderCache, Encoders
-from maskfx.pipelines.execute import execute
-from maskfx.pipelines.interception import bars_disabled
-from maskfx.pipelines.late_lora import Loras
-from maskfx.pipelines.modular import blocks_of, call_of_blocks, hide_errors
-from maskfx.pipelines.pipeline import Pipeline
+from maskfx.pipelines.handlers.autoencoder import find_methods, method_of, same_method
+from maskfx.pipelines.parts.modular import blocks_of, call_of_blocks, hide_errors
+from maskfx.pipelines.parts.pipeline import Pipeline
+from maskfx.pipelines.parts.stand_in import absent_denoisers, find_denoisers, install, remove
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prefetch_template, prepare_template
 from maskfx.pipelines.replaced_parts import let_go, with_part
+from maskfx.pipelines.runs.execute import execute
+from maskfx.pipelines.runs.interception import bars_disabled
 from maskfx.pipelines.serve_call import serve_call
-from maskfx.pipelines.stand_in import absent_denoisers, find_denoisers, install, remove
 from maskfx.pipelines.state import (
     PATCH_BYTES,
     PATCH_REQUESTS,
@@ -42,7 +42,7 @@ from maskfx.pipelines.state import (
     PipelineState,
     Template,
 )
-from maskfx.pipelines.template_library import (
+from maskfx.pipelines.templates.template_library import (
     ScheduleMismatch,
     StoredTemplate,
     TemplateIncomplete,
@@ -52,7 +52,7 @@ from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.devices import CPU, free_memory
+from maskfx.runtime.hardware.devices import CPU, free_memory
 from maskfx.runtime.lora.registry import Adapters, default_adapters
 from maskfx.runtime.make_denoiser import compiled
 from maskfx.runtime.planner.costs import Costs

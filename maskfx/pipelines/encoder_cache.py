@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 
 from maskfx.errors import InputError
 from maskfx.ir.module_settings import KnownSettings
-from maskfx.pipelines.lora import adapters_of
-from maskfx.pipelines.stand_in import WRAPPED, install, is_coded, remove
-from maskfx.pipelines.template_key import digest
+from maskfx.pipelines.adapters.lora import adapters_of
+from maskfx.pipelines.digests import digest
+from maskfx.pipelines.parts.stand_in import WRAPPED, install, is_coded, remove
 from maskfx.runtime.weights import Weights
 
 ENCODERS = ("encode", "encode_image", "forward", "__call__")

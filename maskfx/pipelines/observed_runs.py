@@ -10,8 +10,8 @@ import numpy as np
 
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import call_of
-from maskfx.pipelines.patch_handler import PatchHandler, PatchSessions
-from maskfx.pipelines.pipeline import Pipeline
+from maskfx.pipelines.handlers.patch_handler import PatchHandler, PatchSessions
+from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.state import PipelineState
 from maskfx.runtime.reuse.judge_training import ObservedRun

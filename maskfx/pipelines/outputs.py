@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from maskfx.pipelines.deferred import force_all
-from maskfx.pipelines.masks import Pictures
+from maskfx.pipelines.masks.masks import Pictures
 
 
 def single_pictures(images: Pictures) -> list[Pictures]:

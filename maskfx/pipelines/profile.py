@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from maskfx.errors import InputError
+from maskfx.pipelines.adapters.late_lora import LateLora
+from maskfx.pipelines.adapters.lora import CallAdapters
 from maskfx.pipelines.call import PipelineCall
-from maskfx.pipelines.call_handler import CallPart, DenseHandler
 from maskfx.pipelines.compile import call_of, pipeline_state_of
-from maskfx.pipelines.late_lora import LateLora
-from maskfx.pipelines.lora import CallAdapters
-from maskfx.pipelines.pipeline import Pipeline
+from maskfx.pipelines.handlers.call_handler import CallPart, DenseHandler
+from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.runtime.lora.profile import COSINE, Profile, first_below
 from maskfx.runtime.lora.registry import RegisteredAdapter
 from maskfx.runtime.reuse.session import times_of

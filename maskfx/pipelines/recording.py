@@ -12,14 +12,15 @@ from maskfx.errors import AdapterError, BudgetError, Cancelled, EngineError, Inp
 from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall, TemplateKey
 from maskfx.pipelines.call_checks import template_name
-from maskfx.pipelines.call_handler import RecordHandler
-from maskfx.pipelines.masks import empty_mask, is_picture
-from maskfx.pipelines.modular import errors_hidden
+from maskfx.pipelines.digests import digest
+from maskfx.pipelines.handlers.call_handler import RecordHandler
+from maskfx.pipelines.masks.masks import empty_mask, is_picture
+from maskfx.pipelines.masks.videos import frames_of, is_video
 from maskfx.pipelines.outputs import as_list, images_of, set_template, single_pictures
+from maskfx.pipelines.parts.modular import errors_hidden
 from maskfx.pipelines.state import Template
-from maskfx.pipelines.template_key import TEMPLATE, count_pictures, digest, seeded_noise
-from maskfx.pipelines.template_library import TemplateSource
-from maskfx.pipelines.videos import frames_of, is_video
+from maskfx.pipelines.templates.template_key import TEMPLATE, count_pictures, seeded_noise
+from maskfx.pipelines.templates.template_library import TemplateSource
 from maskfx.runtime.reuse.step_selection import EVERY_STEP
 
 log = logging.getLogger(__name__)

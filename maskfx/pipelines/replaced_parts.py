@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from maskfx.pipelines.autoencoder import find_methods, method_of
-from maskfx.pipelines.stand_in import find_denoisers, install
+from maskfx.pipelines.handlers.autoencoder import find_methods, method_of
+from maskfx.pipelines.parts.stand_in import find_denoisers, install
 from maskfx.pipelines.state import PipelineState
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.make_denoiser import compiled

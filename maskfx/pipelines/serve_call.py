@@ -12,25 +12,29 @@ from torch import Tensor
 from maskfx.errors import InputError, MaskError
 from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall
-from maskfx.pipelines.call_handler import DenseHandler, SelectedStepsHandler
-from maskfx.pipelines.edit_handler import EditHandler, InterruptedHandler
-from maskfx.pipelines.masks import overlay, pixel_masks
-from maskfx.pipelines.modular import asked_for
-from maskfx.pipelines.outputs import as_list, set_template, with_images
-from maskfx.pipelines.patch_handler import PatchHandler, PatchSessions
-from maskfx.pipelines.recording import RecordingInterrupted, find_template, record_result
-from maskfx.pipelines.schedule import steps_read_mask
-from maskfx.pipelines.state import Template
-from maskfx.pipelines.template_library import ScheduleMismatch, TemplateIncomplete, TemplateSource
-from maskfx.pipelines.template_reader import TemplateReader
-from maskfx.pipelines.videos import (
+from maskfx.pipelines.handlers.call_handler import DenseHandler, SelectedStepsHandler
+from maskfx.pipelines.handlers.edit_handler import EditHandler, InterruptedHandler
+from maskfx.pipelines.handlers.patch_handler import PatchHandler, PatchSessions
+from maskfx.pipelines.handlers.template_reader import TemplateReader
+from maskfx.pipelines.masks.masks import overlay, pixel_masks
+from maskfx.pipelines.masks.videos import (
     VideoMask,
     frame_masks,
     latent_channels,
     length_of,
     overlay_video,
 )
-from maskfx.runtime.cpu_threads import sharing_cores
+from maskfx.pipelines.outputs import as_list, set_template, with_images
+from maskfx.pipelines.parts.modular import asked_for
+from maskfx.pipelines.recording import RecordingInterrupted, find_template, record_result
+from maskfx.pipelines.schedules.schedule import steps_read_mask
+from maskfx.pipelines.state import Template
+from maskfx.pipelines.templates.template_library import (
+    ScheduleMismatch,
+    TemplateIncomplete,
+    TemplateSource,
+)
+from maskfx.runtime.hardware.cpu_threads import sharing_cores
 
 NOTED = 0.5  # seconds of capture from which the first edit's cost names it
 CHANCES = 3  # attempts at an edit whose template loses entries during the run

@@ -12,16 +12,17 @@ from weakref import WeakKeyDictionary
 import torch
 
 from maskfx.ir.module_settings import KnownSettings, RunSettings, Switches
+from maskfx.pipelines.adapters.late_lora import Loras
+from maskfx.pipelines.adapters.lora_files import LoraTarget
+from maskfx.pipelines.digests import digest
 from maskfx.pipelines.encoder_cache import Encoders
-from maskfx.pipelines.late_lora import Loras
-from maskfx.pipelines.lora_files import LoraTarget
-from maskfx.pipelines.masks import Pictures
-from maskfx.pipelines.pipeline import Pipeline
+from maskfx.pipelines.masks.masks import Pictures
+from maskfx.pipelines.masks.videos import makes_video, mask_parameter
+from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.run import Execute, Shapes
-from maskfx.pipelines.template_key import PipelineFingerprint, digest
-from maskfx.pipelines.template_library import TemplateLibrary
-from maskfx.pipelines.videos import makes_video, mask_parameter
+from maskfx.pipelines.runs.run import Execute, Shapes
+from maskfx.pipelines.templates.template_key import PipelineFingerprint
+from maskfx.pipelines.templates.template_library import TemplateLibrary
 from maskfx.pipelines.waiting import Wait, wait_uninterrupted
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.denoiser import CompiledDenoiser

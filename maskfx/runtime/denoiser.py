@@ -24,24 +24,24 @@ from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.loader import Loader, Loading
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.check_steps import check_steps
-from maskfx.runtime.cpu_threads import sharing_cores
-from maskfx.runtime.dense_batch import CallGroup, DenseBatcher
 from maskfx.runtime.dense_ways import DenseWays
 from maskfx.runtime.editing import current_editing
-from maskfx.runtime.executor import BatchExecutor, Split
+from maskfx.runtime.execution.dense_batch import CallGroup, DenseBatcher
+from maskfx.runtime.execution.executor import BatchExecutor, Split
+from maskfx.runtime.execution.prefetch import Stopwatch
+from maskfx.runtime.hardware.cpu_threads import sharing_cores
 from maskfx.runtime.load_choice import LoadChoice
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.lora.calls import adapted
 from maskfx.runtime.module_changes import ModuleChanges
 from maskfx.runtime.planning import Planner
-from maskfx.runtime.prefetch import Stopwatch
-from maskfx.runtime.program_cache import ProgramCache
-from maskfx.runtime.sample_calls import SampleCalls
+from maskfx.runtime.programs.program_cache import ProgramCache
 from maskfx.runtime.step_batches import StepBatches
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed
-from maskfx.runtime.validate import check_caches, check_timesteps, expand_timesteps
-from maskfx.runtime.validator import Validator
+from maskfx.runtime.validation.check_steps import check_steps
+from maskfx.runtime.validation.sample_calls import SampleCalls
+from maskfx.runtime.validation.validate import check_caches, check_timesteps, expand_timesteps
+from maskfx.runtime.validation.validator import Validator
 from maskfx.runtime.weights import Weights
 
 

@@ -21,7 +21,7 @@ from maskfx.config import Settings
 from maskfx.ir.values import same_values
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.editing import Editing, current_editing
-from maskfx.runtime.validate import expand_timesteps
+from maskfx.runtime.validation.validate import expand_timesteps
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from maskfx.compiler.compile import Compilation, flat_graph
-from maskfx.compiler.split import split_program
+from maskfx.compiler.rank_twins import split_program
 from maskfx.config import Settings
 from maskfx.ir.lanes import grid_level, module_path
 from maskfx.ir.nodes import ancestors

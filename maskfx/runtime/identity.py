@@ -8,7 +8,7 @@ from torch import nn
 from maskfx.compiler.artifact.graphs import weights_of
 from maskfx.compiler.artifact.key import module_key
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.program_files import compiled_as
+from maskfx.runtime.programs.program_files import compiled_as
 
 
 def identity_of(denoiser: CompiledDenoiser) -> str:

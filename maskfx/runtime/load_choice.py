@@ -12,7 +12,7 @@ from torch import nn
 
 from maskfx.config import Settings
 from maskfx.runtime.cache.loader import Loader
-from maskfx.runtime.offload import device_of
+from maskfx.runtime.hardware.offload import device_of
 from maskfx.runtime.planning import Planner
 
 

@@ -7,11 +7,11 @@ from typing import Protocol
 
 from torch import nn
 
-from maskfx.runtime.executor import BatchExecutor
+from maskfx.runtime.execution.executor import BatchExecutor
+from maskfx.runtime.hardware.offload import bring
 from maskfx.runtime.load_choice import LoadChoice
-from maskfx.runtime.offload import bring
-from maskfx.runtime.program_cache import ProgramCache
-from maskfx.runtime.validator import Validator
+from maskfx.runtime.programs.program_cache import ProgramCache
+from maskfx.runtime.validation.validator import Validator
 from maskfx.runtime.weights import WeightChange, Weights
 
 

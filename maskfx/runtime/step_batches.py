@@ -14,11 +14,11 @@ from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.loader import Loading
-from maskfx.runtime.executor import BatchExecutor, Split
-from maskfx.runtime.program_cache import ProgramCache
-from maskfx.runtime.sample_calls import SampleCalls
+from maskfx.runtime.execution.dense_fallback import recorded_output, run_in_full
+from maskfx.runtime.execution.executor import BatchExecutor, Split
+from maskfx.runtime.programs.program_cache import ProgramCache
 from maskfx.runtime.steps import ValidatedCall
-from maskfx.runtime.unnarrowed import recorded_output, run_in_full
+from maskfx.runtime.validation.sample_calls import SampleCalls
 from maskfx.runtime.weights import Weights
 
 

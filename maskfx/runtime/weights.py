@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from maskfx.ir.part_hooks import widened_type
 from maskfx.ir.values import PLAIN_TENSORS, parts_of
-from maskfx.runtime.offload import whole_hook
+from maskfx.runtime.hardware.offload import whole_hook
 
 
 class WeightChange(enum.Enum):

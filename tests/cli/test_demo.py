@@ -15,7 +15,7 @@ from maskfx.cli import demo
 from maskfx.cli.demo_sheet import GAP, LINE, SIDE, Panel, difference, masked, sheet
 from maskfx.errors import InputError
 from maskfx.pipelines.state import Template
-from maskfx.runtime import cpu_threads
+from maskfx.runtime.hardware import cpu_threads
 from tests.factories.shipped import ship_dit, ship_unet
 
 

@@ -14,8 +14,8 @@ import maskfx
 from bench.packing import pack_bitsandbytes, pack_gguf, pack_quanto
 from maskfx.ir.values import PLAIN_TENSORS, parts_of
 from maskfx.passes.context import get_attribute
-from maskfx.runtime import program_cache
 from maskfx.runtime.lora.patch import WeightPatch
+from maskfx.runtime.programs import program_cache
 from maskfx.runtime.weights import Weights, checksum, state_of
 from tests.factories.lora import merged, update_of
 from tests.factories.quantized import EightBits, quantize, unpacked

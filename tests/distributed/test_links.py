@@ -10,7 +10,7 @@ from torch import nn
 
 import maskfx
 from maskfx import CompiledDenoiser, DenseStep, EditStep
-from maskfx.compiler.split import split_program
+from maskfx.compiler.rank_twins import split_program
 from maskfx.distributed.links import LinkCosts, prefers_keys_by_rank, shared_keys
 from maskfx.distributed.measure import slowest
 from maskfx.distributed.partition import Partition

@@ -8,7 +8,7 @@ import pytest
 
 import maskfx
 from maskfx import DenseStep, EditStep, RecordStep
-from maskfx.compiler.split import split_program
+from maskfx.compiler.rank_twins import split_program
 from tests.distributed.test_ranks import BOUND, error, shares
 from tests.factories.masks import MASKS
 from tests.factories.thread_ranks import ThreadRanks

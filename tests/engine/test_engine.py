@@ -28,8 +28,9 @@ from maskfx.engine.ticket import AnsweredStep, Ticket, TicketState
 from maskfx.errors import Busy, Cancelled, Closed, DeadlineMissed, InputError, NumberError
 from maskfx.ir.level_shares import LevelShare
 from maskfx.pipelines.compile import pipeline_state_of, share_denoisers
-from maskfx.pipelines.template_library import TemplateLibrary
-from maskfx.runtime import cpu_threads, graph_runs
+from maskfx.pipelines.templates.template_library import TemplateLibrary
+from maskfx.runtime.execution import graph_runs
+from maskfx.runtime.hardware import cpu_threads
 
 Call = Callable[..., dict[str, Any]]
 

@@ -24,10 +24,10 @@ from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.step_process import StepProcess
 from maskfx.ir.late import LateTensor, is_late, wait_for
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.runtime.sent_cache import SentCache
-from maskfx.runtime.shared_tensors import TensorSender
 from maskfx.runtime.step_batches import StepBatches
-from maskfx.runtime.tensor_transport import Unsendable
+from maskfx.runtime.transport.sent_cache import SentCache
+from maskfx.runtime.transport.shared_tensors import TensorSender
+from maskfx.runtime.transport.tensor_transport import Unsendable
 from tests.factories import more_pipelines  # noqa: F401 - adds pipelines
 from tests.factories.masks import MASKS
 from tests.factories.pipelines import PIPES, anew, call_of, square

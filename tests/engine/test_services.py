@@ -22,9 +22,9 @@ from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.step_process import StepProcess
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.execute import next_group
+from maskfx.pipelines.runs.execute import next_group
 from maskfx.runtime.identity import identity_of
-from maskfx.runtime.sendable import kept_by
+from maskfx.runtime.transport.sendable import kept_by
 from tests.factories import more_pipelines  # noqa: F401 - adds pipelines
 from tests.factories.pipelines import PIPES, anew, call_of, distance, square
 from tests.factories.zoo import ZOO

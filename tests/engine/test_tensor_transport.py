@@ -16,9 +16,9 @@ from torch import nn
 
 from maskfx.engine.helper_processes import HelperProcess, HelperProcesses
 from maskfx.errors import Closed, InputError
-from maskfx.runtime import sendable
 from maskfx.runtime.processes.channel import Channel
-from maskfx.runtime.tensor_transport import Unsendable, pack, unpack
+from maskfx.runtime.transport import sendable
+from maskfx.runtime.transport.tensor_transport import Unsendable, pack, unpack
 
 Ends = tuple[Channel, Channel]
 

@@ -34,8 +34,8 @@ from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding
 from maskfx.runtime.cache.serialize import encode
-from maskfx.runtime.shared_programs import shared_programs
-from maskfx.runtime.side_graphs import run_side
+from maskfx.runtime.execution.side_graphs import run_side
+from maskfx.runtime.programs.shared_programs import shared_programs
 from tests.factories.zoo import ZOO, Case, Size
 
 Inputs = Mapping[str, Any]

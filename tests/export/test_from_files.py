@@ -14,10 +14,10 @@ from maskfx.compiler.capture.captured import Capture
 from maskfx.export.exporter import export
 from maskfx.export.formats import weight_data
 from maskfx.export.manifest import read_manifest
-from maskfx.export.uncompared import UncomparedDenoiser
 from maskfx.export.verify import verify
 from maskfx.export.weight_files import WeightFiles
-from maskfx.runtime.program_cache import ProgramCache
+from maskfx.export.write_only import UncomparedDenoiser
+from maskfx.runtime.programs.program_cache import ProgramCache
 from tests.export.tiny import Tiny, arguments, tiny
 from tests.factories.zoo import ZOO
 

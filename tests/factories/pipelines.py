@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.pipelines.template_library import TemplateLibrary
+from maskfx.pipelines.templates.template_library import TemplateLibrary
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
 from tests.factories.zoo import (

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import maskfx
-from maskfx.runtime import program_cache
-from maskfx.runtime.shared_programs import shared_programs
+from maskfx.runtime.programs import program_cache
+from maskfx.runtime.programs.shared_programs import shared_programs
 from tests.factories.masks import MASKS
 from tests.factories.zoo import ZOO, Size
 

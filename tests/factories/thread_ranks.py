@@ -96,7 +96,7 @@ class ThreadRanks:
     Args:
         settings: How the denoiser is compiled.
         partition: The ranks' shares of each member of the batches that follow.
-        keys_by_rank: See `maskfx.compiler.split.split_program`.
+        keys_by_rank: See `maskfx.compiler.rank_twins.split_program`.
         seconds: The time that an exchange may take.
     """
 

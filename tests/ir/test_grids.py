@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maskfx.ir.grids import full_window, mask_at, window_weights
 from maskfx.ir.pyramid import Level, Pyramid, Window, added
-from maskfx.passes.narrow_resampling import places_of
+from maskfx.passes.narrow.resampling import places_of
 
 SIZES = [((8, 12), (16, 24)), ((9, 7), (4, 3)), ((6, 10), (6, 17)), ((12, 8), (5, 8))]
 KINDS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
-from maskfx.ops.packed import widen
+from maskfx.ops.unpack import widen
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 import maskfx
 from maskfx import ops
-from maskfx.compiler.fused import fused
+from maskfx.compiler.fuse import fused
 from maskfx.ops import windows
 from maskfx.runtime.backends.eager import Runner
 

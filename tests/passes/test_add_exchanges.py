@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from maskfx.compiler.split import split_program
+from maskfx.compiler.rank_twins import split_program
 from maskfx.ir.program import Program
 from maskfx.ir.sources import Exchanged, Merged, Neighbours, RestShare
 from maskfx.passes.add_exchanges import add_exchanges

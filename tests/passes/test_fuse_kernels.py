@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import maskfx
 from maskfx import ops
-from maskfx.compiler.fused import fused
+from maskfx.compiler.fuse import fused
 from maskfx.passes.context import aten
 from maskfx.passes.fuse_kernels import fuse_kernels
 from tests.factories import masks

@@ -18,12 +18,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import maskfx
-from maskfx.compiler.marked import fresh_copy
+from maskfx.compiler.annotate import fresh_copy
 from maskfx.ir.program import Interface
 from maskfx.ir.pyramid import Pyramid
 from maskfx.passes.context import PassContext, op_name
 from maskfx.passes.pipeline import PIPELINE, PassFunction, run_passes
-from maskfx.runtime.shared_programs import shared_programs
+from maskfx.runtime.programs.shared_programs import shared_programs
 from tests.factories import twin
 
 Inputs = dict[str, Any]

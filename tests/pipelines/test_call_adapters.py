@@ -13,13 +13,13 @@ from torch import Tensor
 import maskfx
 from maskfx import InputError, Lora, Quality
 from maskfx.engine.placement import InEngineLoop
-from maskfx.pipelines import execute
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.profile import similarities
-from maskfx.pipelines.run import DenoiserCall, PipelineRun
-from maskfx.pipelines.step_members import choose_steps
-from maskfx.runtime import program_cache
+from maskfx.pipelines.runs import execute
+from maskfx.pipelines.runs.run import DenoiserCall, PipelineRun
+from maskfx.pipelines.runs.step_members import choose_steps
 from maskfx.runtime.lora.adapter import Adapter, LowRank
+from maskfx.runtime.programs import program_cache
 from tests.factories.lora import adapter_of, merge_into
 from tests.factories.pipelines import (
     PIPES,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import maskfx
 from maskfx.errors import InputError
-from maskfx.pipelines.forecasts import Forecasts, NoiseLevels
+from maskfx.pipelines.schedules.forecasts import Forecasts, NoiseLevels
 from maskfx.runtime.reuse.clean import KINDS, latents_like
 from tests.factories.pipelines import PIPES, call_of, compiled, latents, square
 

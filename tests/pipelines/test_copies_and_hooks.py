@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import maskfx
 from maskfx.pipelines.compile import is_compiled
-from maskfx.pipelines.stand_in import (
+from maskfx.pipelines.parts.stand_in import (
     MethodCall,
     computing,
     find_denoisers,
@@ -22,7 +22,7 @@ from maskfx.pipelines.stand_in import (
     remove,
     running,
 )
-from maskfx.runtime.sendable import bare
+from maskfx.runtime.transport.sendable import bare
 from tests.factories.pipelines import (
     PIPES,
     STEPS,

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from maskfx.pipelines import edit_handler
-from maskfx.pipelines.mask_grids import MaskGrids
-from maskfx.pipelines.masks import Box, frame_mask, pixel_mask
+from maskfx.pipelines.handlers import edit_handler
+from maskfx.pipelines.masks.mask_grids import MaskGrids
+from maskfx.pipelines.masks.masks import Box, frame_mask, pixel_mask
 from tests.factories.pipelines import PIPES, anew, call_of, picture
 
 FLUX = "FluxInpaintPipeline"

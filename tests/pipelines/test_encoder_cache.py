@@ -17,7 +17,7 @@ import maskfx
 from maskfx.engine.own_pipeline import remember_encoders
 from maskfx.errors import InputError
 from maskfx.pipelines.encoder_cache import EncoderCache, is_function
-from maskfx.pipelines.stand_in import installed
+from maskfx.pipelines.parts.stand_in import installed
 from tests.engine.test_engine import call, pipeline
 from tests.factories.pipelines import PIPES, call_of, square
 

@@ -18,7 +18,7 @@ import tests.factories.more_pipelines  # noqa: F401  (they enlist themselves)
 from maskfx.compiler.capture.export import export_as_answered
 from maskfx.errors import CacheError, InputError
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.executor import BatchExecutor
+from maskfx.runtime.execution.executor import BatchExecutor
 from maskfx.runtime.steps import EditStep
 from tests.factories.pipelines import (
     PIPES,

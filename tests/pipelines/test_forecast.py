@@ -8,8 +8,8 @@ from torch import Tensor
 
 import maskfx
 from maskfx.errors import InputError
-from maskfx.pipelines import execute
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.runs import execute
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.step_selection import LEAST, WHOLE, StepSelection

@@ -14,8 +14,8 @@ import tests.factories.modular_pipelines
 import tests.factories.more_pipelines
 import tests.factories.staged_pipelines
 import tests.factories.unet_pipelines  # noqa: F401  (cases register themselves)
-from maskfx.pipelines.run import PipelineRun
-from maskfx.pipelines.template_key import TEMPLATE, recording_arguments, seeded_noise
+from maskfx.pipelines.runs.run import PipelineRun
+from maskfx.pipelines.templates.template_key import TEMPLATE, recording_arguments, seeded_noise
 from tests.factories.pipelines import (
     PIPES,
     Steps,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, force_all, pending_sources
-from maskfx.pipelines.late_results import LateResults
+from maskfx.pipelines.runs.late_results import LateResults
 
 
 @dataclass(eq=False)

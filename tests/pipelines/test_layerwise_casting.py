@@ -15,8 +15,8 @@ import maskfx
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.twin import NoTwin, Twin
 from maskfx.ir.part_hooks import acts_within, widened_type
-from maskfx.pipelines.stand_in import is_hooked
-from maskfx.runtime import program_cache
+from maskfx.pipelines.parts.stand_in import is_hooked
+from maskfx.runtime.programs import program_cache
 from maskfx.runtime.weights import WeightChange, Weights
 from tests.factories.pipelines import PIPES, Steps, call_of, distance, latents, square, white
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from maskfx.errors import AdapterError, Closed, InputError
-from maskfx.pipelines.lora_files import LoraTarget
+from maskfx.pipelines.adapters.lora_files import LoraTarget
 from maskfx.runtime.lora.loader import AdapterLoader
 from maskfx.runtime.lora.registry import PROCESS, Adapters
 from tests.factories.lora_files import save_lora

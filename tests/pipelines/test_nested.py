@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from maskfx.engine.own_pipeline import copy_over
-from maskfx.pipelines.call_handler import DenseHandler
-from maskfx.pipelines.interception import watched
-from maskfx.pipelines.pipeline import nested_pipelines
-from maskfx.pipelines.probe import FirstStepHandler, ProbeFinished, encodings_of
-from maskfx.pipelines.run import PipelineRun
-from maskfx.pipelines.schedule import RunSchedule, Schedule
+from maskfx.pipelines.handlers.call_handler import DenseHandler
+from maskfx.pipelines.parts.pipeline import nested_pipelines
+from maskfx.pipelines.runs.interception import watched
+from maskfx.pipelines.runs.probe import FirstStepHandler, ProbeFinished, encodings_of
+from maskfx.pipelines.runs.run import PipelineRun
+from maskfx.pipelines.schedules.schedule import RunSchedule, Schedule
 from tests.factories.pipelines import ddim
 
 

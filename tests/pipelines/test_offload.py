@@ -12,7 +12,7 @@ from accelerate.hooks import add_hook_to_module  # type: ignore[import-untyped,u
 
 import maskfx
 from maskfx.compiler.capture.capture import capture
-from maskfx.runtime import program_cache
+from maskfx.runtime.programs import program_cache
 from tests.factories import emulated
 from tests.factories.offloading import Elsewhere
 from tests.factories.pipelines import PIPES, call_of, square

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 import maskfx
 from maskfx.config import Settings
 from maskfx.errors import InputError, MaskError
-from maskfx.pipelines.call_handler import DenseHandler
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.edit_handler import EditHandler
-from maskfx.pipelines.interception import WatchedStep
-from maskfx.pipelines.mask_grids import MaskGrids
-from maskfx.pipelines.masks import (
+from maskfx.pipelines.digests import digest
+from maskfx.pipelines.handlers.call_handler import DenseHandler
+from maskfx.pipelines.handlers.edit_handler import EditHandler
+from maskfx.pipelines.handlers.template_reader import TemplateReader
+from maskfx.pipelines.masks.mask_grids import MaskGrids
+from maskfx.pipelines.masks.masks import (
     alpha_of,
     as_numbers,
     grid_of,
@@ -27,10 +28,7 @@ from maskfx.pipelines.masks import (
     overlay,
     pixel_masks,
 )
-from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.recording_attempts import KNOWN
-from maskfx.pipelines.run import PipelineRun
-from maskfx.pipelines.stand_in import (
+from maskfx.pipelines.parts.stand_in import (
     MethodCall,
     find_denoisers,
     install,
@@ -39,15 +37,17 @@ from maskfx.pipelines.stand_in import (
     remove,
     running,
 )
+from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.runs.interception import WatchedStep
+from maskfx.pipelines.runs.run import PipelineRun
 from maskfx.pipelines.state import PipelineState
-from maskfx.pipelines.template_key import (
+from maskfx.pipelines.templates.recording_attempts import KNOWN
+from maskfx.pipelines.templates.template_key import (
     PipelineFingerprint,
-    digest,
     recording_arguments,
     usual_guidance,
 )
-from maskfx.pipelines.template_library import TemplateLibrary, TemplateSource
-from maskfx.pipelines.template_reader import TemplateReader
+from maskfx.pipelines.templates.template_library import TemplateLibrary, TemplateSource
 from maskfx.pipelines.waiting import Waiting, wait_uninterrupted
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser

@@ -10,11 +10,11 @@ import torch
 
 import maskfx
 from maskfx.errors import InputError
-from maskfx.pipelines import execute
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.execute import run_by_module
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.step_members import CallMember
+from maskfx.pipelines.runs import execute
+from maskfx.pipelines.runs.execute import run_by_module
+from maskfx.pipelines.runs.step_members import CallMember
 from maskfx.runtime.dense_ways import TRIES, DenseBatch, DenseWay, DenseWays
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.steps import DenseStep, EditStep

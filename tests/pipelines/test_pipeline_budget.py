@@ -14,7 +14,7 @@ from maskfx import Budget
 from maskfx.errors import BudgetError, InputError
 from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.template_library import TemplateLibrary
+from maskfx.pipelines.templates.template_library import TemplateLibrary
 from maskfx.runtime.cache.quantize import Encoding, Format
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.store import Store

@@ -9,7 +9,7 @@ import pytest
 
 import maskfx
 import maskfx.runtime.denoiser
-import maskfx.runtime.validate
+import maskfx.runtime.validation.validate
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.planner.blocks import find_blocks
@@ -136,9 +136,9 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(where, name, counting)
 
     for name in ("check_arguments", "check_cache"):
-        count(maskfx.runtime.validator, name)
+        count(maskfx.runtime.validation.validator, name)
     count(maskfx.runtime.denoiser, "check_timesteps")
-    count(maskfx.runtime.validate, "check_region")
+    count(maskfx.runtime.validation.validate, "check_region")
     seen = steps_of(pipe, monkeypatch)
     edit(pipe)
     assert len(seen) > 2

@@ -10,12 +10,12 @@ import torch
 
 import maskfx
 from maskfx.errors import BudgetError, Cancelled, InputError, NumberError
-from maskfx.pipelines.batches import repeats_each
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.masks import pick
+from maskfx.pipelines.masks.masks import pick
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.schedule import Schedule
-from maskfx.pipelines.template_library import TemplateLibrary
+from maskfx.pipelines.schedules.schedule import Schedule
+from maskfx.pipelines.templates.batches import repeats_each
+from maskfx.pipelines.templates.template_library import TemplateLibrary
 from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import maskfx
 from maskfx.ir import progress
 from maskfx.pipelines import serve_call
-from maskfx.runtime.shared_programs import shared_programs
+from maskfx.runtime.programs.shared_programs import shared_programs
 from tests.factories.pipelines import picture, square
 from tests.factories.terminal import on_terminal
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import maskfx
 import tests.factories.edit_pipelines
 import tests.factories.more_pipelines  # noqa: F401  (cases register themselves)
-from maskfx.pipelines.template_key import TEMPLATE, recording_arguments, seeded_noise
+from maskfx.pipelines.templates.template_key import TEMPLATE, recording_arguments, seeded_noise
 from tests.factories.pipelines import (
     PIPES,
     Arguments,

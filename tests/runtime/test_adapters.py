@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 import maskfx
 from maskfx import CacheError, CompiledDenoiser, DenseStep, EditStep, InputError, RecordStep
-from maskfx.compiler.adapted import make_twin, originals
-from maskfx.runtime import program_cache, twins
+from maskfx.compiler.low_rank_twins import make_twin, originals
 from maskfx.runtime.backends import inductor
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.serialize import decode, encode
+from maskfx.runtime.execution import twins
 from maskfx.runtime.lora.adapter import LowRank, Updates, WeightedLayers
+from maskfx.runtime.programs import program_cache
 from tests.factories.experts import Routed, Tokens, seeded
 from tests.factories.lora import layers_of, merged, update_of
 from tests.factories.zoo import ZOO

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import maskfx
 from bench.harness import count_flops
 from maskfx import DenseStep, EditStep
-from maskfx.runtime import program_cache, proof
+from maskfx.runtime.programs import program_cache, proof
 from tests.passes.test_cut_keys import Block, block_inputs
 from tests.passes.tools import error
 from tests.runtime.backends.test_inductor import Stack, inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from maskfx.compiler.split import split_program
+from maskfx.compiler.rank_twins import split_program
 from tests.distributed import tiny
 
 

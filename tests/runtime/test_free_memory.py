@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from maskfx.runtime import devices
-from maskfx.runtime.devices import CPU, free_memory
+from maskfx.runtime.hardware import devices
+from maskfx.runtime.hardware.devices import CPU, free_memory
 
 
 def group(folder: Path, limit: str) -> Path:

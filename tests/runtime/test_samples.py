@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import maskfx
 from maskfx.compiler.capture.capture import capture
-from maskfx.runtime.sample_arguments import join_results
-from maskfx.runtime.shared_programs import shared_programs
+from maskfx.runtime.programs.shared_programs import shared_programs
+from maskfx.runtime.validation.sample_arguments import join_results
 from tests.passes.tools import TOLERANCE, error, numbers
 
 Inputs = dict[str, Any]

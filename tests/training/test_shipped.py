@@ -13,7 +13,7 @@ from PIL import Image
 import maskfx
 from bench.quality.bed import denoiser_of
 from maskfx.pipelines import call_defaults
-from maskfx.pipelines.masks import grid_of, pooled
+from maskfx.pipelines.masks.masks import grid_of, pooled
 from maskfx.runtime.steps import EditStep
 from maskfx.serve.models.pipeline_set import side_of
 from maskfx.shipped import FOLDER, names

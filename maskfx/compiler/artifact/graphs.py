@@ -29,7 +29,7 @@ from maskfx.ir.json_values import Json
 from maskfx.ir.lanes import NotLaned, int_hint, shape_hint
 from maskfx.ir.lazy_module import over_same
 from maskfx.ir.values import is_wrapped, parts_of
-from maskfx.ops.whole import Whole, run_whole
+from maskfx.ops.whole_modules import Whole, run_whole
 
 ARITHMETIC = """
     abs add and_ eq floordiv ge getitem gt index inv invert le lshift lt mod mul ne neg not_ or_ pos

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from maskfx import ops
 from maskfx.ir.objects import copy_tree
 from maskfx.ir.values import copy_of, has_meta, same_values
-from maskfx.ops.whole import Whole, run_whole
+from maskfx.ops.whole_modules import Whole, run_whole
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from maskfx.ops.kept import kept_folder
+from maskfx.ops.cache_folder import kept_folder
 from maskfx.ops.kernels.serves import OFF, interpreted
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import threading
 from functools import cache
 from pathlib import Path
 
-from maskfx.ops.kept import kept_folder
+from maskfx.ops.cache_folder import kept_folder
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from maskfx.ir.lru import LruCache
 from maskfx.ops.base import holding
 from maskfx.runtime.backends.cuda_graphs import Recorder
 from maskfx.runtime.backends.graph_function import Fetch, Run
-from maskfx.runtime.devices import current_stream
+from maskfx.runtime.hardware.devices import current_stream
 
 log = logging.getLogger(__name__)
 

@@ -54,7 +54,7 @@ from maskfx.runtime.cache.rows import (
     device_of,
     tensors_of,
 )
-from maskfx.runtime.devices import CPU
+from maskfx.runtime.hardware.devices import CPU
 from maskfx.runtime.lora.stacks import StackCache, Stacks
 
 

@@ -10,7 +10,7 @@ import torch
 
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.devices import CPU
+from maskfx.runtime.hardware.devices import CPU
 from maskfx.runtime.lora.stacks import NamedSet
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.mask import Mask

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from maskfx.compiler.fused import SCALES, STEPS
+from maskfx.compiler.fuse import SCALES, STEPS
 from maskfx.ir.sources import Rest
 from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.batch.frame import Frame
@@ -18,7 +18,7 @@ from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.quantize import STEPS as FORMATS
 from maskfx.runtime.cache.quantize import Packed, select
 from maskfx.runtime.cache.rows import Rows, RowSubset
-from maskfx.runtime.devices import read_here
+from maskfx.runtime.hardware.devices import read_here
 
 
 def packed_inputs(frame: Frame, members: Sequence[Member]) -> frozenset[str]:

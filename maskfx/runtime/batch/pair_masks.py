@@ -11,7 +11,7 @@ from maskfx.ir.lanes import is_image
 from maskfx.ir.sources import Owner, Pairs, PairTable, RestOwner
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
-from maskfx.runtime.devices import moved
+from maskfx.runtime.hardware.devices import moved
 
 
 def pair_masks(

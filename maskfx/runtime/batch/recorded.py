@@ -23,7 +23,7 @@ from maskfx.runtime.cache.quantize import Packed
 from maskfx.runtime.cache.rows import InterpolatedRows, Rows, RowSubset, RowTables, pick
 from maskfx.runtime.cache.shared_rows import SharedRows, shared_rows
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.devices import moved, read_here
+from maskfx.runtime.hardware.devices import moved, read_here
 
 
 @dataclass

@@ -20,7 +20,7 @@ from maskfx.ir.program import Interface
 from maskfx.runtime.cache.rolling import RollingCache, StatsKey
 from maskfx.runtime.cache.rows import Rows, RowSubset
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.devices import current_stream, read_here
+from maskfx.runtime.hardware.devices import current_stream, read_here
 
 STATS = ("values", "total", "centre")  # what a recording keeps of the norms of a row set
 ALIGNED = 16  # bytes: rows that begin elsewhere have another form

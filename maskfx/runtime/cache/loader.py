@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.errors import InputError
-from maskfx.runtime.devices import CPU, free_memory
+from maskfx.runtime.hardware.devices import CPU, free_memory
 
 STAGED = 0.25  # of a device's free memory: the staging buffer, unless its size is given
 

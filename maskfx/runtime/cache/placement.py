@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskfx.runtime.devices import moved
+from maskfx.runtime.hardware.devices import moved
 
 
 @dataclass(frozen=True)

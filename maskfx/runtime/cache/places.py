@@ -21,7 +21,7 @@ from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Interface
 from maskfx.ir.sources import Cached, Loaded, Rest
 from maskfx.runtime.cache.placement import RowPlacement, placed, spans_of
-from maskfx.runtime.devices import moved
+from maskfx.runtime.hardware.devices import moved
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.row_sets import RowSets, SetKey
 

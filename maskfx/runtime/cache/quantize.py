@@ -17,7 +17,7 @@ from torch import Tensor
 
 from maskfx.errors import CacheError
 from maskfx.ops import wide
-from maskfx.ops.packed import in_pieces, widen
+from maskfx.ops.unpack import in_pieces, widen
 
 WORTH_SCALE = 16  # sites with fewer values are smaller in 16 bits than with a scale each
 

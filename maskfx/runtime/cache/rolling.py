@@ -27,7 +27,7 @@ from maskfx.runtime.cache.places import Batched, Group, Regions, RowPlaces
 from maskfx.runtime.cache.row_writes import RowWrites
 from maskfx.runtime.cache.rows import device_of
 from maskfx.runtime.cache.step_cache import StepCache, with_tensors
-from maskfx.runtime.devices import CPU, moved
+from maskfx.runtime.hardware.devices import CPU, moved
 from maskfx.runtime.sites.active import ActiveSites
 
 NUMBERS = itertools.count()  # of blocks

@@ -8,7 +8,7 @@ from maskfx.errors import CacheError
 from maskfx.runtime.cache.rolling import RollingCache, group_of
 from maskfx.runtime.cache.rows import whole
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache
-from maskfx.runtime.devices import moved
+from maskfx.runtime.hardware.devices import moved
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.mask import Mask
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from maskfx.errors import CacheError
 from maskfx.runtime.cache.quantize import Format, Packed, pack, select
-from maskfx.runtime.devices import Tables, moved, read_here
+from maskfx.runtime.hardware.devices import Tables, moved, read_here
 
 
 @dataclass(frozen=True, eq=False)

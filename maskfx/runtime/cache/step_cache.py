@@ -28,7 +28,7 @@ from maskfx.runtime.cache.rows import (
     packed,
     whole,
 )
-from maskfx.runtime.devices import moved
+from maskfx.runtime.hardware.devices import moved
 from maskfx.runtime.sites.masks import Masks, Reach
 
 

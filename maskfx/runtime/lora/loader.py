@@ -31,7 +31,7 @@ class AdapterLoader:
     """Loads files in child processes, which are started when they are needed.
 
     Args:
-        module: The module that the processes run (`maskfx.pipelines.lora_process`).
+        module: The module that the processes run (`maskfx.pipelines.adapters.lora_process`).
         deadline: Seconds for one file, all tries included.
         read: `module:function` that returns a file's content by its path, for stores that aren't
             mounted.

@@ -21,7 +21,7 @@ from maskfx.runtime.lora.residency import AdapterCounts, AdapterLease, AdapterRe
 
 HOST_BYTES = 4 << 30
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-PROCESS = "maskfx.pipelines.lora_process"
+PROCESS = "maskfx.pipelines.adapters.lora_process"
 PICKLED = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 
 

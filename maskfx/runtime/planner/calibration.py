@@ -20,12 +20,12 @@ from maskfx.runtime.batch.flops import square_mask
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.loader import Loader, LoadJob
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.devices import CPU, moved
+from maskfx.runtime.execution.prefetch import Stopwatch
+from maskfx.runtime.hardware.devices import CPU, moved
 from maskfx.runtime.planner.blocks import KINDS, GraphBlock, find_blocks
 from maskfx.runtime.planner.choices import with_plan, work_of
 from maskfx.runtime.planner.costs import Costs, Sample, fit
 from maskfx.runtime.planner.least_squares import Floats
-from maskfx.runtime.prefetch import Stopwatch
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.steps import EditStep
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maskfx.ir.values import copy_of
 from maskfx.ops import wide
-from maskfx.runtime.devices import moved
+from maskfx.runtime.hardware.devices import moved
 from maskfx.runtime.reuse.forecast import KEPT, weights_of
 
 Bools = NDArray[np.bool_]

@@ -25,7 +25,7 @@ from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.rolling_rest import replace_rest
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.devices import moved
+from maskfx.runtime.hardware.devices import moved
 from maskfx.runtime.reuse.judges import Bools
 from maskfx.runtime.reuse.kept_outputs import KeptOutputs
 from maskfx.runtime.reuse.patch_calls import (

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.ir.grids import Floats
 from maskfx.ops import wide
-from maskfx.runtime.devices import moved
+from maskfx.runtime.hardware.devices import moved
 from maskfx.runtime.reuse.judges import Bools
 from maskfx.runtime.sites.patches import PatchGrid
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from maskfx.pipelines.masks import pooled
+from maskfx.pipelines.masks.masks import pooled
 from maskfx.serve.request import Mask, Pixels
 
 GREY = 127

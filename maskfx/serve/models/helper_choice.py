@@ -26,8 +26,8 @@ from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.engine.placement import InRequestThreads, Placement, parts_around
 from maskfx.ir import progress
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.template_key import digest
-from maskfx.runtime.sendable import on_cpu
+from maskfx.pipelines.digests import digest
+from maskfx.runtime.transport.sendable import on_cpu
 from maskfx.serve.models.canvas import Canvas
 from maskfx.serve.models.pipeline_set import PipelineSet
 from maskfx.serve.models.warmup import STEPS, arguments_of, scene, square_on

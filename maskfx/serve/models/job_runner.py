@@ -23,7 +23,7 @@ from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job, JobProgress
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
 from maskfx.serve.models.canvas import Canvas, resized
-from maskfx.serve.models.generated import GeneratedPictures
+from maskfx.serve.models.generated_images import GeneratedPictures
 from maskfx.serve.models.job_spans import JobSpans
 from maskfx.serve.models.model import Made, PreviewMade, Tell
 from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet

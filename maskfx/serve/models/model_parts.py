@@ -14,9 +14,9 @@ import torch
 
 from maskfx.engine.services import OwnProcesses
 from maskfx.errors import InputError
-from maskfx.ops.kept import kept_folder
+from maskfx.ops.cache_folder import kept_folder
+from maskfx.pipelines.adapters.lora_files import LoraTarget
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.quality import Quality
 from maskfx.runtime.cache.entry_store import EntryStore
 from maskfx.runtime.cache.loader import Loader
@@ -25,7 +25,7 @@ from maskfx.runtime.cache.remote_store import RemoteStore
 from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.devices import CPU, free_memory
+from maskfx.runtime.hardware.devices import CPU, free_memory
 from maskfx.runtime.lora.registry import Adapters
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.serve.config import ServeSettings

@@ -21,7 +21,7 @@ from maskfx import shipped
 from maskfx.errors import InputError
 from maskfx.ir import progress
 from maskfx.pipelines.call_defaults import call_of
-from maskfx.pipelines.pipeline import Pipeline
+from maskfx.pipelines.parts.pipeline import Pipeline
 
 LIBRARIES = ("diffusers", "transformers")
 PICKLED = (".bin", ".ckpt", ".pt", ".pth", ".pkl")

@@ -20,9 +20,9 @@ from maskfx.engine.step_runner import Step
 from maskfx.errors import Cancelled, InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.encoder_cache import REMEMBER
-from maskfx.pipelines.masks import margin_sites
-from maskfx.pipelines.pipeline import Pipeline
-from maskfx.runtime.cpu_threads import give_back, sharing_cores
+from maskfx.pipelines.masks.masks import margin_sites
+from maskfx.pipelines.parts.pipeline import Pipeline
+from maskfx.runtime.hardware.cpu_threads import give_back, sharing_cores
 from maskfx.runtime.lora.files import SUFFIX
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.messages import Failed, Job, Ready, StepMember, Stepped

@@ -21,10 +21,10 @@ import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines.call_defaults import NAME as CALLFILE
 from maskfx.pipelines.compile import pipeline_state_of, share_denoisers
-from maskfx.pipelines.pipeline import Pipeline
+from maskfx.pipelines.parts.pipeline import Pipeline
+from maskfx.pipelines.parts.stand_in import find_denoisers
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.stand_in import find_denoisers
-from maskfx.pipelines.template_library import TemplateLibrary
+from maskfx.pipelines.templates.template_library import TemplateLibrary
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.serve.models.call_signature import NOTHING, OURS, CallSignature

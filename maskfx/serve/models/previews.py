@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from maskfx.pipelines.masks import grid_of
+from maskfx.pipelines.masks.masks import grid_of
 from maskfx.serve.request import Pixels
 
 FINE = 8  # image pixels along one preview pixel, where a site covers more than these

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from maskfx.ops.base import plain_of
-from maskfx.ops.packed import widen
+from maskfx.ops.unpack import widen
 from maskfx.runtime.cache.quantize import Format, Packed, pack
 from tests.ops.kernels.tools import (
     BOUNDS,

@@ -13,7 +13,7 @@ import maskfx
 from maskfx.ir.sources import Rest
 from maskfx.runtime.backends import inductor
 from maskfx.runtime.backends.pieces import PieceRunner
-from maskfx.runtime.prefetch import Stopwatch
+from maskfx.runtime.execution.prefetch import Stopwatch
 from tests.passes.test_cut_keys import Block
 from tests.passes.tools import error
 

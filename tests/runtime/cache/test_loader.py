@@ -13,7 +13,7 @@ import maskfx
 from maskfx.errors import CacheError, InputError
 from maskfx.runtime.batch.rows import index_rows, take_rows
 from maskfx.runtime.cache.loader import Loader, LoadJob
-from maskfx.runtime.prefetch import AHEAD
+from maskfx.runtime.execution.prefetch import AHEAD
 from tests.factories import masks
 from tests.factories.planned import compiled, loader_of
 from tests.factories.zoo import ZOO, slow_unet

@@ -94,7 +94,7 @@ def test_four_bits_lie_two_to_a_byte(features: int, parts: int, bits: float):
 def test_pieces_give_what_the_whole_gives(monkeypatch):
     rows = normal(0, 2, 50, 96)
     at_once = packed_rows(rows).whole()
-    monkeypatch.setattr("maskfx.ops.packed.CACHED", 300)
+    monkeypatch.setattr("maskfx.ops.unpack.CACHED", 300)
     assert torch.equal(packed_rows(rows).whole(), at_once)
 
 

@@ -333,7 +333,7 @@ def test_a_step_that_fails_chooses_again(monkeypatch: pytest.MonkeyPatch) -> Non
         def fails(*_: object) -> None:
             raise RuntimeError("no memory")
 
-        patch.setattr("maskfx.runtime.executor.write_rows", fails)
+        patch.setattr("maskfx.runtime.execution.executor.write_rows", fails)
         with pytest.raises(RuntimeError, match="no memory"):
             one.denoiser.step([step])
     result = one.denoiser.step([step])[0]

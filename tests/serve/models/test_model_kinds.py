@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.masks import grown, pooled
+from maskfx.pipelines.masks.masks import grown, pooled
 from maskfx.serve.request import Mask, Pictures
 from tests.factories.served import SIDE, Served, build, edit, job, picture, square
 

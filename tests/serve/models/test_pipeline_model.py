@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.runtime import program_cache
 from maskfx.runtime.cache.loader import HostCopyStream
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.shared_programs import shared_programs
+from maskfx.runtime.programs import program_cache
+from maskfx.runtime.programs.shared_programs import shared_programs
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.models import model_parts
 from maskfx.serve.models.canvas import Canvas

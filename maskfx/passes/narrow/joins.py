@@ -1,0 +1,244 @@
+"""Narrows joins and cuts: of features unchanged, of tokens as ranges of rows."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from maskfx.ir.lanes import Dim, Feature, Lane, lane_of, lanes_of, node_shape, set_lane
+from maskfx.passes.context import (
+    Editor,
+    PassContext,
+    Unsupported,
+    argument,
+    aten,
+    from_rows,
+    need_lane,
+    op_name,
+)
+from maskfx.passes.narrow.attention import count_rows
+from maskfx.passes.operators import PADS
+from maskfx.passes.row_form import fixed_rows, full_rows, is_rows
+
+CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "unbind"})
+
+
+def narrow_joins(graph: fx.Graph, ctx: PassContext) -> int:
+    """Join and cut rows.
+
+    Before  y = cat([text, image], 1); z = slice(y, 1, length)
+    After   y = cat([text_rows, image_rows]); z = slice(y, 0, count of text rows)
+    Keeps   joins of values without sites.
+    """
+    count = 0
+    for node in list(graph.nodes):
+        name = op_name(node)
+        if node.op != "call_function" or node.graph is None:
+            continue
+        if name in CUTS and has_row_parts(node):
+            cut_many(graph, ctx, node)
+        elif not is_rows(node):
+            continue
+        elif name in ("cat", "concat", "concatenate"):
+            join(Editor(graph, ctx, node), node)
+        elif name == "stack":
+            stack(Editor(graph, ctx, node), node)
+        elif name == "slice":
+            cut_one(Editor(graph, ctx, node), node)
+        elif name == "slice_scatter":
+            write_part(Editor(graph, ctx, node), node)
+        elif name == "select":
+            edit = Editor(graph, ctx, node)
+            lane, axis = need_lane(node.args[0]), argument(node, 1, "dim")
+            rows = edit.rows(node.args[0])
+            if lane.features(axis) > 1:
+                rows = edit.emit(
+                    aten.select.int, rows, lane.row_dim(axis), argument(node, 2, "index")
+                )
+            edit.replace(rows)
+        elif name in PADS:
+            pad(Editor(graph, ctx, node), node)
+        else:
+            continue
+        count += 1
+    return count
+
+
+def has_row_parts(node: fx.Node) -> bool:
+    lanes = lanes_of(node)
+    source = node.args[0]
+    lane = lane_of(source)
+    return lanes is not None and lane is not None and lane.kind == "rows"
+
+
+def join(edit: Editor, node: fx.Node) -> None:
+    out = need_lane(node)
+    nodes: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    axis = argument(node, 1, "dim", 0) % len(out.dims)
+    if out.is_feature_dim(axis):
+        rows = []
+        for value in nodes:
+            part = Lane((*out.dims[:axis], value_dim(value, axis), *out.dims[axis + 1 :]))
+            row = full_rows(edit, value, part)
+            if part.features(axis) == 1:
+                row = edit.emit(aten.unsqueeze.default, row, out.row_dim(axis))
+            rows.append(row)
+        edit.replace(edit.emit(aten.cat.default, rows, out.row_dim(axis)))
+        return
+    rows = []
+    for value in nodes:
+        lane = need_lane(value)
+        if node_shape(value)[axis] == 0:
+            continue
+        if lane.kind == "rows":
+            rows.append(edit.reshape(edit.rows(value), lane.row_shape(), out.row_shape()))
+        else:
+            if lane.kind == "const":
+                raise Unsupported(node, f"it joins {value}, which has no batch, to tokens")
+            fixed, sizes = fixed_rows(edit, value, axis)
+            rows.append(edit.reshape(fixed, sizes, out.row_shape()))
+    edit.replace(edit.emit(aten.cat.default, rows, 0) if len(rows) > 1 else rows[0])
+
+
+def value_dim(value: fx.Node, axis: int) -> Dim:
+    size = node_shape(value)[axis]
+    return (Feature(size),) if size != 1 else ()
+
+
+def stack(edit: Editor, node: fx.Node) -> None:
+    out = need_lane(node)
+    axis = argument(node, 1, "dim", 0) % len(out.dims)
+    nodes: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    part = Lane((*out.dims[:axis], (), *out.dims[axis + 1 :]))
+    rows = [full_rows(edit, widened(edit, v, axis), part) for v in nodes]
+    if len(nodes) == 1:
+        edit.replace(rows[0])
+        return
+    edit.replace(edit.emit(aten.stack.default, rows, out.row_dim(axis)))
+
+
+def widened(edit: Editor, value: fx.Node, axis: int) -> fx.Node:
+    """Insert a dimension of size one: from here on only the value's lane matters."""
+    lane = need_lane(value)
+    if lane.kind == "rows":
+        wide = edit.emit(from_rows, edit.rows(value))
+        set_lane(wide, Lane((*lane.dims[:axis], (), *lane.dims[axis:])))
+        shape = node_shape(value)
+        wide.meta["val"] = value.meta["val"].unsqueeze(axis)
+        assert len(shape) + 1 == wide.meta["val"].dim()
+        return wide
+    new = edit.emit(aten.unsqueeze.default, value, axis)
+    set_lane(new, Lane((*lane.dims[:axis], (), *lane.dims[axis:])))
+    new.meta["val"] = value.meta["val"].unsqueeze(axis)
+    return new
+
+
+def cut_one(edit: Editor, node: fx.Node) -> None:
+    lane, out = need_lane(node.args[0]), need_lane(node)
+    axis = argument(node, 1, "dim", 0) % len(lane.dims)
+    rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+    if node_shape(node.args[0])[axis] == node_shape(node)[axis]:  # type: ignore[arg-type]
+        edit.replace(rows)
+    elif lane.is_feature_dim(axis):
+        place = lane.row_dim(axis)
+        rows = edit.emit(aten.slice.Tensor, rows, place, *node.args[2:], **node.kwargs)
+        if out.features(axis) == 1:
+            rows = edit.emit(aten.squeeze.dims, rows, [place])
+        edit.replace(rows)
+    else:
+        edit.replace(row_range(edit, rows, lane, out))
+
+
+def write_part(edit: Editor, node: fx.Node) -> None:
+    """Replace a part of the rows."""
+    lane, source = need_lane(node.args[0]), need_lane(node.args[1])
+    axis = argument(node, 2, "dim", 0) % len(lane.dims)
+    rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+    if node_shape(node.args[1])[axis] == node_shape(node)[axis]:  # type: ignore[arg-type]
+        edit.replace(full_rows(edit, node.args[1], lane))  # type: ignore[arg-type]
+    elif lane.is_feature_dim(axis):
+        part = Lane((*lane.dims[:axis], source.dims[axis], *lane.dims[axis + 1 :]))
+        new = full_rows(edit, node.args[1], part)  # type: ignore[arg-type]
+        if part.features(axis) == 1:
+            new = edit.emit(aten.unsqueeze.default, new, lane.row_dim(axis))
+        target = aten.slice_scatter.default
+        edit.replace(edit.emit(target, rows, new, lane.row_dim(axis), *node.args[3:]))
+    else:
+        whole, part_segments = lane.segments, source.segments
+        first = next(
+            i for i in range(len(whole)) if whole[i : i + len(part_segments)] == part_segments
+        )
+        stop = first + len(part_segments)
+        new = edit.reshape(edit.rows(node.args[1]), source.row_shape(), lane.row_shape())  # type: ignore[arg-type]
+        pieces = [new]
+        if first:
+            head = count_rows(edit, whole[:first])
+            pieces.insert(0, edit.emit(aten.slice.Tensor, rows, 0, 0, head))
+        if stop < len(whole):
+            tail = count_rows(edit, whole[:stop])
+            pieces.append(edit.emit(aten.slice.Tensor, rows, 0, tail))
+        edit.replace(edit.emit(aten.cat.default, pieces, 0))
+
+
+def row_range(edit: Editor, rows: fx.Node, lane: Lane, out: Lane) -> fx.Node:
+    """Return the rows of some of the segments, which are adjacent."""
+    whole, part = lane.segments, out.segments
+    if whole == part:
+        return rows
+    first = next(i for i in range(len(whole)) if whole[i : i + len(part)] == part)
+    start = count_rows(edit, whole[:first])
+    stop = count_rows(edit, whole[: first + len(part)])
+    return edit.emit(aten.slice.Tensor, rows, 0, start, stop)
+
+
+def cut_many(graph: fx.Graph, ctx: PassContext, node: fx.Node) -> None:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    lane = need_lane(source)
+    position = 1 if op_name(node) == "unbind" else 2
+    axis = argument(node, position, "dim", 0) % len(lane.dims)
+    edit = Editor(graph, ctx, node)
+    rows = edit.rows(source)
+    lanes = lanes_of(node)
+    assert lanes is not None
+    parts: list[fx.Node] = []
+    if op_name(node) == "unbind":
+        if len(lanes) == 1:
+            parts = [rows]
+        else:
+            taken = edit.emit(aten.unbind.int, rows, lane.row_dim(axis))
+            parts = [edit.emit(operator.getitem, taken, i) for i in range(len(lanes))]
+    elif lane.is_feature_dim(axis):
+        sizes = [int(v.shape[axis]) for v in node.meta["val"]]
+        if len(sizes) == 1:
+            parts = [rows]
+        else:
+            taken = edit.emit(aten.split_with_sizes.default, rows, sizes, lane.row_dim(axis))
+            parts = [edit.emit(operator.getitem, taken, i) for i in range(len(sizes))]
+            parts = [
+                edit.emit(aten.squeeze.dims, p, [lane.row_dim(axis)]) if s == 1 else p
+                for p, s in zip(parts, sizes, strict=True)
+            ]
+    else:
+        parts = [row_range(edit, rows, lane, part) for part in lanes if part is not None]
+    for user in list(node.users):
+        if user.target is not operator.getitem:
+            raise Unsupported(user, f"it uses all parts of {node.name} at once")
+        Editor(graph, ctx, user).replace(parts[int(str(user.args[1]))])
+    graph.erase_node(node)
+
+
+def pad(edit: Editor, node: fx.Node) -> None:
+    lane, pads = need_lane(node.args[0]), [int(str(p)) for p in node.args[1]]  # type: ignore[union-attr]
+    rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+    out: list[int] = []
+    value = argument(node, 3, "value") if op_name(node) == "pad" else argument(node, 2, "value")
+    if op_name(node) == "pad" and argument(node, 2, "mode", "constant") != "constant":
+        raise Unsupported(node, f"it pads by {argument(node, 2, 'mode')}")
+    for dim in reversed(lane.row_dims()):
+        at = 2 * (len(lane.dims) - 1 - dim)
+        out += pads[at : at + 2] if at < len(pads) else [0, 0]
+    if any(p for i, p in enumerate(pads) if (len(lane.dims) - 1 - i // 2) not in lane.row_dims()):
+        raise Unsupported(node, "it pads an axis of size one")
+    edit.replace(edit.emit(aten.constant_pad_nd.default, rows, out, value or 0))

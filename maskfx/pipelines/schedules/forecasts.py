@@ -1,0 +1,119 @@
+"""Forecasts of a run: the outputs of calls that aren't computed, from those of earlier steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from maskfx.pipelines.schedules.schedule import schedulers_of, times_of
+from maskfx.runtime.reuse.clean import KINDS, Mixture, latents_like
+from maskfx.runtime.reuse.forecast import Curve
+from maskfx.runtime.reuse.session import Times
+
+STRAIGHT = 0.0  # weight of a parabola: clean latents go on along a line
+Key = tuple[object, ...]  # denoiser, branch and shapes: guidance may end midway
+
+
+@dataclass
+class Forecasts:
+    """Continues the outputs of each kind of call, or the clean latents that they predict.
+
+    Args:
+        pipe: The pipeline, whose scheduler has the noise level of each timestep.
+        clean: Whether to continue clean latents. Where they don't follow from an output (other
+            kinds of denoisers, timesteps that aren't the scheduler's), outputs are continued.
+    """
+
+    pipe: object
+    clean: bool = False
+    _curves: dict[Key, Curve] = field(default_factory=dict)
+    _converts: dict[Key, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._levels = NoiseLevels(self.pipe)
+
+    def learn(self, key: Key, times: Times, inputs: Mapping[str, object], result: object) -> None:
+        """Take the output of a computed call."""
+        latents = latents_like(list(inputs.values()), result) if self.clean else None
+        mixture = None if latents is None else self._levels.mixture(times)
+        if self._converts.setdefault(key, mixture is not None):
+            if latents is None or mixture is None:
+                return  # clean latents of the other steps don't continue this output
+            result = converted(result, lambda leaf: mixture.clean(latents, leaf))
+        self._curve(key).learn(times, result)
+
+    def at(self, key: Key, times: Times, inputs: Mapping[str, object]) -> Any:
+        """Return the output of a call that isn't computed; None before any output is known."""
+        found = self._curve(key).at(times)
+        if found is None or not self._converts.get(key, False):
+            return found
+        latents, mixture = latents_like(list(inputs.values()), found), self._levels.mixture(times)
+        if latents is None or mixture is None:
+            return None
+        return converted(found, lambda leaf: mixture.output(latents, leaf))
+
+    def clear(self) -> None:
+        """Forget all outputs."""
+        self._curves.clear()
+
+    def forget(self, start: Key) -> None:
+        """Forget the outputs of calls whose key begins so."""
+        for known in [known for known in self._curves if known[: len(start)] == start]:
+            del self._curves[known]
+
+    def _curve(self, key: Key) -> Curve:
+        if key not in self._curves:
+            self._curves[key] = Curve(STRAIGHT) if self._converts.get(key) else Curve()
+        return self._curves[key]
+
+
+def converted(result: object, convert: Callable[[Tensor], Tensor]) -> object:
+    [leaf], spec = pytree.tree_flatten(result)
+    return pytree.tree_unflatten([convert(leaf)], spec)
+
+
+class NoiseLevels:
+    """The noise levels of the timesteps that a pipeline's scheduler steps through.
+
+    A denoiser that was trained with a table of noise levels reads them by number of the timestep,
+    whichever scheduler steps. Flow models have no such table: their paths are nearly straight.
+    """
+
+    def __init__(self, pipe: object) -> None:
+        self._pipe = pipe
+        self._steps: object = None  # the scheduler's timesteps when they were read
+        self._times: list[float] = []
+
+    @cached_property
+    def _scheduler(self) -> Any:
+        schedulers = schedulers_of(self._pipe)
+        return schedulers[0] if len(schedulers) == 1 else None
+
+    def mixture(self, times: Times) -> Mixture | None:
+        """Return how a call's latents are mixed; None if they aren't known."""
+        scheduler = self._scheduler
+        kind = getattr(scheduler, "config", {}).get("prediction_type")
+        table = getattr(scheduler, "alphas_cumprod", None)
+        if kind not in KINDS or not isinstance(table, Tensor):
+            return None
+        steps = getattr(scheduler, "timesteps", None)
+        if self._steps is not steps:  # reading them from a device blocks the host
+            self._steps, self._times = steps, times_of(scheduler)
+        if not all(any(abs(time - one) < 1e-2 for one in self._times) for time in times):
+            return None
+        powers = [power_at(table, time) for time in times]
+        signal = tuple(power**0.5 for power in powers)
+        return Mixture(kind, signal, tuple((1 - power) ** 0.5 for power in powers))
+
+
+def power_at(table: Tensor, time: float) -> float:
+    """Return the entry of a table at a timestep, on the line between two if it has a fraction."""
+    time = min(max(time, 0.0), len(table) - 1.0)
+    low = int(time)
+    high = min(low + 1, len(table) - 1)
+    return float(table[low] + (table[high] - table[low]) * (time - low))

@@ -1,0 +1,158 @@
+"""Twins: finds or makes the twin of a program that serves a batch with adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from maskfx.compiler.compile import Compilation
+from maskfx.compiler.low_rank_twins import (
+    LowRankTwin,
+    inner_weights,
+    make_twin,
+    originals,
+    place_of,
+    reads,
+    weight_names,
+)
+from maskfx.ir.lru import LruCache
+from maskfx.ir.program import Program
+from maskfx.runtime.lora.layers import AdapterSet, restricted
+from maskfx.runtime.lora.stacks import NamedSet
+
+TWINS = 4  # kept per program, each for the layers that some adapters change
+NAMED = 64  # sets of adapters whose layers were found in a graph
+
+
+class AdaptedBatch(NamedTuple):
+    """Members that run together: their numbers, and the program that computes them."""
+
+    numbers: list[int]
+    program: Program
+
+
+class Twins:
+    """The twins of the programs of one denoiser.
+
+    A layer that no adapter of a batch changes costs nothing, because there is a twin for each set
+    of changed layers. Adapters are mostly trained on the same few sets; where there are more than
+    `TWINS`, one twin has terms on all of them, and these cost little where no row has one. Where
+    twins are compiled, one that has more terms than needed serves before another is made.
+
+    Args:
+        compiles: whether graphs are compiled by Inductor.
+    """
+
+    def __init__(self, compiles: bool) -> None:
+        self.compiles = compiles
+        self.made = 0
+        self.dropped: list[str] = []  # codes of twins that were replaced
+        self._twins: dict[str, dict[frozenset[str], LowRankTwin]] = {}
+        self._originals: dict[str, dict[str, Tensor]] = {}
+        self._named: LruCache[Hashable, NamedSet] = LruCache(NAMED)
+        self._shared: LruCache[Hashable, bool] = LruCache(NAMED)
+        self._joined: set[str] = set()  # programs with one twin for all layers seen
+        self._base: dict[str, str] = {}  # code of a twin -> code of its program
+
+    def named(self, program: Program, own: AdapterSet | None) -> NamedSet | None:
+        """Return a set by the names of weights in the program's graph."""
+        if own is None:
+            return None
+
+        def make() -> NamedSet:
+            names = weight_names(program)  # now: weights may have moved since the last set came
+            layers = {
+                name: update
+                for update in own.layers
+                for name in names.get(place_of(update.weight), ())
+            }
+            return NamedSet(own, layers, restricted(own, inner_weights(program)))
+
+        return self._named.find((program.code, own.key), make)
+
+    def of_twin(self, program: Program) -> Mapping[str, Tensor]:
+        """Return the weights of the graph of a twin by name; nothing for other programs."""
+        code = self._base.get(program.code)
+        return {} if code is None else self._originals[code]
+
+    def batches(
+        self,
+        program: Program,
+        compilations: Sequence[Compilation],
+        sets: Sequence[NamedSet | None],
+    ) -> list[AdaptedBatch]:
+        """Split members into batches, each with the program that computes it.
+
+        It is one batch, unless adapters change what a batch has one value of: a weight that isn't
+        only multiplied with rows, or something made of weights alone. Then members with different
+        adapters there run one after another.
+        """
+        numbers = list(range(len(sets)))
+        if not any(sets):
+            return [AdaptedBatch(numbers, program)]
+        if program.code not in self._originals:
+            self._originals[program.code] = originals(program)
+        twin = self._of(program, sets)
+        groups: dict[Hashable, list[int]] = {}
+        for number, own, compilation in zip(numbers, sets, compilations, strict=True):
+            key = None
+            if own is not None and self._changes_shared(twin, compilation, own):
+                key = own.own.key
+            groups.setdefault(key, []).append(number)
+        if len(groups) == 1:
+            return [AdaptedBatch(numbers, twin.program)]
+        return [
+            AdaptedBatch(
+                own,
+                self._of(program, [sets[n] for n in own]).program
+                if any(sets[n] for n in own)
+                else program,
+            )
+            for own in groups.values()
+        ]
+
+    def forget(self) -> None:
+        """Drop all twins; the programs they were made from are gone."""
+        self._twins.clear()
+        self._originals.clear()
+        self._named.clear()
+        self._shared.clear()
+        self._joined.clear()
+        self._base.clear()
+
+    def _changes_shared(self, twin: LowRankTwin, compilation: Compilation, own: NamedSet) -> bool:
+        if own.inside is not None or not twin.whole.isdisjoint(own.layers):
+            return True
+
+        def found() -> bool:
+            places = [place_of(update.weight) for update in own.own.layers]
+            sides = (compilation.request, compilation.dense)
+            return any(reads(side, places) for side in sides if side is not None)
+
+        return self._shared.find((id(compilation), own.own.key), found)
+
+    def _of(self, program: Program, sets: Collection[NamedSet | None]) -> LowRankTwin:
+        """Return a twin with terms on the layers that these sets change."""
+        weights = frozenset(name for own in sets if own is not None for name in own.layers)
+        if not weights:  # all of them are in side graphs
+            return LowRankTwin(program, weights, weights)
+        known = self._twins.setdefault(program.code, {})
+        if weights in known:
+            return known[weights]
+        joins = self.compiles or program.code in self._joined or len(known) >= TWINS
+        covering = [twin for twin in known.values() if weights <= twin.weights]
+        if covering and joins:
+            return min(covering, key=lambda twin: len(twin.weights))
+        if joins:
+            self._joined.add(program.code)
+            weights = weights.union(*known)
+            self.dropped += [twin.program.code for twin in known.values()]
+            known.clear()
+        with torch.no_grad():
+            known[weights] = twin = make_twin(program, weights)
+        self.made += 1
+        self._base[twin.program.code] = program.code
+        return twin

@@ -1,0 +1,55 @@
+"""Offloaded modules: moves them from the host to their device with their accelerate hook.
+
+diffusers' `enable_model_cpu_offload` gives each module one hook of accelerate's, which moves the
+whole module before its forward and sends another one back. So does `enable_auto_cpu_offload` of a
+components manager, with a hook of its own. Hooks on parts of a module (sequential
+and group offloading) act in the middle of its forward; such a module runs as a whole.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from maskfx.runtime.hardware.devices import CPU
+
+# modules and classes of hooks that move a whole module; imported wherever such hooks exist
+WHOLE = (
+    ("accelerate.hooks", "CpuOffload"),
+    ("diffusers.modular_pipelines.components_manager", "CustomOffloadHook"),
+)
+
+
+class WholeHook(Protocol):
+    """A hook that moves a whole module before its forward."""
+
+    execution_device: int | str | torch.device | None
+
+    def pre_forward(self, module: nn.Module) -> object: ...
+
+
+def whole_hook(module: nn.Module) -> WholeHook | None:
+    """Return the hook that moves the whole module to its device, or None."""
+    hook = getattr(module, "_hf_hook", None)
+    places = [(sys.modules.get(where), name) for where, name in WHOLE]
+    kinds = tuple(getattr(place, name) for place, name in places if hasattr(place, name))
+    return hook if isinstance(hook, kinds) else None
+
+
+def bring(module: nn.Module) -> None:
+    """Move a module to the device that it runs on, if it has such a hook."""
+    hook = whole_hook(module)
+    if hook is not None:
+        hook.pre_forward(module)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device that a module computes on."""
+    hook = whole_hook(module)
+    if hook is not None and hook.execution_device is not None:
+        return torch.device(hook.execution_device)
+    weights = next(module.parameters(), None)
+    return CPU if weights is None else weights.device

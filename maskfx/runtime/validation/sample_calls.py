@@ -1,0 +1,212 @@
+"""SampleCalls: runs a call as one call per sample, where no graph computes them together.
+
+A module may list its samples, pad their texts, or cut the tokens of each out by their number. No
+graph computes that for any number of samples, but one graph computes each sample alone, and a
+ragged batch runs them together. Before calls of a kind are split, the module runs once on a call
+and on its samples; if the results differ, calls of that kind stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.compile import Compilation
+from maskfx.ir.objects import copy_tree
+from maskfx.ir.values import has_meta, same_values
+from maskfx.runtime.cache.rolling import RollingCache
+from maskfx.runtime.cache.rows import whole
+from maskfx.runtime.cache.step_cache import SiteStats, StepCache
+from maskfx.runtime.programs.program_cache import ProgramCache
+from maskfx.runtime.steps import (
+    AnyStep,
+    EditStep,
+    RecordStep,
+    ValidatedCall,
+    ValidatedInputs,
+    late_exchange,
+    with_late,
+)
+from maskfx.runtime.validation.sample_arguments import (
+    Inputs,
+    SampleArguments,
+    count_listed,
+    join_results,
+)
+
+
+class SampleCalls:
+    """Splits the calls of one denoiser into calls of one sample, and joins their results.
+
+    Args:
+        module: The denoiser's module.
+        programs: Finds or makes the compilation that serves a sample.
+    """
+
+    def __init__(self, module: nn.Module, programs: ProgramCache) -> None:
+        self.module, self.programs = module, programs
+        self._arguments = SampleArguments()
+        self._verdicts: dict[Hashable, str] = {}  # why calls of a kind stay whole; "": they don't
+        self._parts: MutableMapping[StepCache, list[StepCache]] = WeakIdKeyDictionary()
+
+    def forget(self) -> None:
+        """Drop what was found out; call it if the module now computes something else."""
+        self._verdicts.clear()
+        self._parts.clear()
+
+    # Arguments.
+
+    def split(
+        self, inputs: Inputs, values: Sequence[object], compilation: Compilation
+    ) -> tuple[ValidatedInputs, ...]:
+        """Return each sample's arguments; () if the call runs as a whole.
+
+        Args:
+            inputs: The call's arguments.
+            values: The same, flattened.
+            compilation: What serves the whole call.
+        """
+        if compilation.program is not None or self.programs.settings.mode == "dense":
+            return ()
+        if compilation.capture.treats_samples_alike:  # a graph of one has the same operators
+            return ()
+        sizes = roles_.observed_sizes(compilation.capture.leaves, values)
+        calls = self._arguments.split(inputs, compilation.capture.leaves, sizes["batch"])
+        why = self._dependence(inputs, calls, sizes)
+        found = [] if why else [self._validated(call) for call in calls]
+        if any(one.program is None for one in found):
+            why = "a sample alone runs dense, too"
+        elif len({one.program_code for one in found}) > 1:
+            why = "its samples need different graphs"
+        self.programs.stays_whole(compilation, why)
+        return () if why else tuple(found)
+
+    def _validated(self, inputs: Inputs) -> ValidatedInputs:
+        _, values, spec = roles_.flatten(inputs)
+        compilation = self.programs.serving(dict(inputs), values, spec, single=True)
+        sizes = roles_.observed_sizes(compilation.capture.leaves, values)
+        return ValidatedInputs(values, spec, sizes, compilation)
+
+    def _dependence(self, inputs: Inputs, calls: Sequence[Inputs], sizes: Mapping[str, int]) -> str:
+        """Return why the samples of a call can't be computed one by one, or ""."""
+        if not calls or len(calls) == 1 and unchanged(calls[0], inputs):
+            return ""
+        shapes = [shapes_of(call) for call in calls]
+        listed = bool(count_listed(inputs))
+        kind = (
+            pytree.tree_structure(dict(inputs)),
+            *((role, size) for role, size in sorted(sizes.items()) if role[:5] != "text:"),
+            len(set(shapes)) > 1,
+            len(calls),
+        )
+        if kind not in self._verdicts:
+            if has_meta(self.module, pytree.tree_leaves(dict(inputs))):
+                return ""
+            self._verdicts[kind] = self._compared(inputs, calls, listed)
+        return self._verdicts[kind]
+
+    @torch.no_grad()
+    def _compared(self, inputs: Inputs, calls: Sequence[Inputs], listed: bool) -> str:
+        """Run the module on a call and on its samples; return how the results differ, or ""."""
+        try:
+            whole, *parts = (self.module(**copy_tree(dict(call))) for call in (inputs, *calls))
+            joined = join_results(parts, listed)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a module may raise anything for a sample alone
+            return f"a sample alone fails: {type(error).__name__}: {error}"
+        alike = pytree.tree_structure(whole) == pytree.tree_structure(joined)
+        if alike and same_values(joined, whole):
+            return ""
+        return "its samples have other results one by one"
+
+    # Calls.
+
+    def calls(self, call: ValidatedCall) -> list[ValidatedCall]:
+        """Return the calls of one sample that a call consists of, or the call itself."""
+        samples = call.inputs.samples
+        if not samples:
+            return [call]
+        steps: list[AnyStep] = [call.step] * len(samples)
+        if isinstance(call.step, EditStep):
+            caches = self._caches(call.step.cache, call.inputs)
+            steps = [replace(call.step, cache=cache, rows=False) for cache in caches]
+        late = late_exchange(call.step)
+        if late is not None:
+            runs = late.run.samples(len(samples))
+            steps = [
+                with_late(step, replace(late, run=run))
+                for step, run in zip(steps, runs, strict=True)
+            ]
+        return [
+            replace(call, step=step, inputs=one) for step, one in zip(steps, samples, strict=True)
+        ]
+
+    def joined(self, call: ValidatedCall, results: Sequence[object]) -> object:
+        """Return the result of a call from those of its parts (`calls`)."""
+        if not call.inputs.samples:
+            return results[0]
+        written = call.written
+        if written is not None:
+            written.step = {n: value.clone() for n, value in call.inputs.step_arguments()}
+        if not isinstance(call.step, RecordStep):
+            return join_results(results, call.inputs.listed)
+        outputs, caches = zip(*results, strict=True)
+        return join_results(outputs, call.inputs.listed), joined_cache(call.inputs, caches)
+
+    def _caches(self, cache: StepCache, inputs: ValidatedInputs) -> list[StepCache]:
+        """Return the part of a recording that belongs to each sample."""
+        known = self._parts.get(cache)
+        if known is None:
+            count, stacked = len(inputs.samples), inputs.stacks_results
+            known = [part_of(cache, i, stacked) for i in range(count)]
+            self._parts[cache] = known
+        return known
+
+
+def unchanged(one: Inputs, other: Inputs) -> bool:
+    """Return True if the arguments are the same objects."""
+    pairs = zip(pytree.tree_leaves(dict(one)), pytree.tree_leaves(dict(other)), strict=True)
+    return all(a is b for a, b in pairs)
+
+
+def shapes_of(inputs: Inputs) -> tuple[object, ...]:
+    leaves = pytree.tree_leaves(dict(inputs))
+    return tuple(v.shape for v in leaves if isinstance(v, Tensor))
+
+
+# Recordings. That of a call has the batch of its samples, in all of its values.
+
+
+def joined_cache(inputs: ValidatedInputs, parts: Sequence[StepCache]) -> StepCache:
+    """Return the recording of a call from those of its samples."""
+    join = torch.stack if inputs.stacks_results else torch.cat
+    columns = zip(*(part.output for part in parts), strict=True)
+    output = [join(own) if isinstance(own[0], Tensor) else own[0] for own in columns]
+    found = inputs.recording(output, parts[0].weights)
+    found.adapters = parts[0].adapters
+    for tap in parts[0].rows:
+        found.rows[tap] = torch.cat([whole(part.rows[tap]) for part in parts])
+    for key, first in parts[0].stats.items():
+        each = [part.stats[key] for part in parts]
+        found.stats[key] = SiteStats(
+            torch.cat([whole(stats.values) for stats in each]),
+            torch.cat([stats.total for stats in each]),
+            torch.cat([stats.centre for stats in each]),
+            first.size,
+        )
+    return found
+
+
+def part_of(cache: StepCache, index: int, stacked: bool) -> StepCache:
+    """Return the part of a call's recording that belongs to one sample."""
+    part = cache.element(index) if isinstance(cache, RollingCache) else cache.of_elements([index])
+    if stacked:
+        part.output = [v.squeeze(0) if isinstance(v, Tensor) else v for v in part.output]
+    return part

@@ -1,0 +1,57 @@
+"""canonicalize_convolutions: a convolution of one window is a linear layer."""
+
+from torch import Tensor, nn
+
+from maskfx.passes.canonicalize.convolutions import canonicalize_convolutions
+from tests.passes.tools import Inputs, check_values, numbers, run_pass, shared, tokens
+
+
+def patches(seed: int = 0, wide: bool = False) -> Inputs:
+    """Packed tokens, each of which is a patch of two by two sites with four channels."""
+    return {"hidden_states": numbers(2, 26 if wide else 20, 4, 1, 2, 2, seed=seed)}
+
+
+class Patched(nn.Module):
+    """A convolution of each patch, and one without a bias of what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(4, 8, (1, 2, 2), stride=(1, 2, 2))
+        self.second = nn.Conv1d(4, 16, 2, bias=False)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        rows = self.first(hidden_states.flatten(0, 1)).view(-1, 4, 2).tanh()
+        out: Tensor = self.second(rows).unflatten(0, hidden_states.shape[:2]).flatten(2)
+        return out
+
+
+class Other(nn.Module):
+    """Windows of one place, with padding, smaller than the input, and in groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.padded = nn.Conv1d(8, 8, 1), nn.Conv1d(8, 8, 3, padding=1)
+        self.smaller, self.grouped = nn.Conv1d(4, 8, 2), nn.Conv1d(4, 8, 2, groups=2)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        rows = hidden_states.flatten(0, 1)
+        out = self.place(rows[..., None]) + self.smaller(rows[:, :6].view(-1, 2, 3).repeat(1, 2, 1))
+        out = out.mean(2, True) + self.grouped(rows.view(-1, 4, 2))
+        out = self.padded(out.expand(-1, -1, 3)).sum(2) + hidden_states.flatten(0, 1)
+        return out.unflatten(0, hidden_states.shape[:2])
+
+
+def test_spells_windows_as_large_as_the_input_as_linear_layers() -> None:
+    run = run_pass(canonicalize_convolutions, shared(Patched), patches)
+    assert run.rewrites == 2
+    assert run.gained("linear") == 2
+    assert not run.after["conv3d"] + run.after["conv1d"]
+    check_values(shared(Patched), patches, oracle=False)  # the twin has no such convolution
+
+
+def test_keeps_other_windows() -> None:
+    assert run_pass(canonicalize_convolutions, shared(Other), tokens).unchanged
+
+
+def test_second_run_rewrites_nothing() -> None:
+    assert run_pass(canonicalize_convolutions, shared(Patched), patches).second_run_is_idle()

@@ -1,0 +1,232 @@
+"""Edits of videos: masks of frames, latents of frames, and the pixels outside of the mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import maskfx
+from maskfx import Quality
+from maskfx.pipelines.masks.videos import latent_masks, overlay_video
+from maskfx.runtime.reuse.patches import PatchReuse
+from tests.factories.video_kinds import FRAMES, SIDE, VIDEO_KINDS, VideoKind, film, moving
+from tests.pipelines.test_patches import Turns
+
+ALL = Quality.of("all-steps")
+EXACT = 1e-4  # rounding, over the steps of a run
+
+QUICK = (
+    *("WanVideoToVideoPipeline", "WanVACEPipeline", "CogVideoXPipeline"),
+    *("LTXPipeline", "Kandinsky5T2VPipeline"),
+)
+kinds = pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in VIDEO_KINDS],
+)
+
+
+def noise(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def given_to(kind: VideoKind, seed: int = 0, **more: Any) -> dict[str, Any]:
+    """Arguments of a call; a pipeline that takes a mask itself gets a white one."""
+    given = {**kind.inputs(seed), "generator": noise(seed), "output_type": "np", **more}
+    if kind.video:
+        given[kind.video] = film()
+    return given
+
+
+def frames(result: Any) -> np.ndarray:
+    return np.asarray(result.frames)
+
+
+def whole(kind: VideoKind) -> dict[str, Any]:
+    """The mask argument of a plain pipeline that makes everything anew."""
+    own = kind.mask != "mask_image"
+    return {kind.mask: [Image.new("L", (kind.side, kind.side), 255)] * FRAMES} if own else {}
+
+
+def masked_pixels(masks: list[Image.Image]) -> np.ndarray:
+    return np.stack([np.asarray(mask) > 0 for mask in masks])
+
+
+@kinds
+def test_call_without_a_mask_gives_what_the_pipeline_gives(name: str) -> None:
+    kind = VIDEO_KINDS[name]
+    given = given_to(kind)
+    wanted = frames(kind.build()(**given))
+    found = frames(maskfx.compile(kind.build())(**{**given, "generator": noise()}))
+    assert np.array_equal(found, wanted)
+
+
+@kinds
+def test_mask_of_everything_gives_what_the_pipeline_gives(name: str) -> None:
+    kind = VIDEO_KINDS[name]
+    white = [Image.new("L", (kind.side, kind.side), 255)] * FRAMES
+    wanted = frames(kind.build()(**given_to(kind), **whole(kind)))
+    pipe = maskfx.compile(kind.build(), quality=ALL)
+    found = frames(pipe(**given_to(kind), **{kind.mask: white}))
+    assert np.abs(found - wanted).max() < EXACT
+
+
+@kinds
+def test_edit_with_the_arguments_of_its_template_gives_the_recorded_video(name: str) -> None:
+    kind = VIDEO_KINDS[name]
+    pipe = maskfx.compile(kind.build(), quality=ALL)
+    recorded = pipe(**given_to(kind, **whole(kind)), record=True) if not whole(kind) else None
+    if recorded is None:
+        pytest.skip("its mask is among the denoiser's inputs, so a run records one mask")
+    found = pipe(**given_to(kind), mask_image=moving(kind.side), template=recorded.template)
+    original, inside = frames(recorded), masked_pixels(moving(kind.side))
+    assert np.abs(frames(found) - original)[0][inside].max() < EXACT
+
+
+@kinds
+def test_frames_keep_the_pixels_outside_of_their_own_masks(name: str) -> None:
+    kind = VIDEO_KINDS[name]
+    pipe = maskfx.compile(kind.build(), quality=ALL)
+    masks, more = moving(kind.side), {}
+    if not kind.video:
+        recorded = pipe(**given_to(kind), record=True)
+        original, more = frames(recorded)[0], {"template": recorded.template}
+    else:
+        original = np.stack([np.asarray(frame) for frame in film()]).astype(np.float32) / 255
+    found = frames(pipe(**given_to(kind, 1), **{kind.mask: masks}, **more))[0]
+    inside = masked_pixels(masks)
+    assert np.array_equal(found[~inside], original[~inside].astype(found.dtype))
+    each = [np.abs(f - o)[m].mean() for f, o, m in zip(found, original, inside, strict=True)]
+    assert min(each) > 1e-3, "every frame is edited inside of its mask"
+
+
+@kinds
+def test_edit_computes_the_sites_of_each_frame_alone(name: str) -> None:
+    kind = VIDEO_KINDS[name]
+    narrow = Quality(margin=0)
+    pipe = maskfx.compile(kind.build(), quality=narrow)
+    one = [Image.new("L", (kind.side, kind.side), 255 * (n == 0)) for n in range(FRAMES)]
+    more: dict[str, Any] = {}
+    if not kind.video:
+        more["template"] = pipe(**given_to(kind), record=True).template
+    [denoiser] = maskfx_denoisers(pipe)
+    shapes: list[tuple[int, ...]] = []
+    before = denoiser.step
+
+    def watched(steps: Any, *args: Any, **named: Any) -> Any:
+        for step in steps:
+            if isinstance(step, maskfx.EditStep) and not step.mask.all():
+                shapes.append(tuple(step.mask.reshape(3, -1).any(1).tolist()))
+        return before(steps, *args, **named)
+
+    denoiser.step = watched
+    pipe(**given_to(kind, 1), **{kind.mask: one}, **more)
+    assert set(shapes) == {(True, False, False)}, "the first latent frame alone"
+
+
+def maskfx_denoisers(pipe: Any) -> list[Any]:
+    return list(pipe._maskfx.denoisers.values())
+
+
+def test_list_of_one_mask_serves_all_frames() -> None:
+    kind = VIDEO_KINDS["WanVideoToVideoPipeline"]
+    pipe = maskfx.compile(kind.build(), quality=ALL)
+    mask = moving()[0]
+    one = frames(pipe(**given_to(kind), mask_image=mask))
+    listed = frames(pipe(**given_to(kind), mask_image=[mask] * FRAMES))
+    array = np.stack([np.asarray(mask) > 0] * FRAMES)
+    assert np.abs(one - listed).max() < EXACT
+    assert np.array_equal(listed, frames(pipe(**given_to(kind), mask_image=array)))
+
+
+@pytest.mark.parametrize("output", ["pil", "np", "pt"])
+def test_pictures_of_every_output_type_keep_the_original(output: str) -> None:
+    kind = VIDEO_KINDS["WanVideoToVideoPipeline"]
+    pipe = maskfx.compile(kind.build())
+    found = pipe(**{**given_to(kind), "output_type": output}, mask_image=moving()).frames
+    if output == "pt":
+        found = found.movedim(2, -1).numpy()
+    if output == "pil":
+        found = np.stack([np.asarray(frame) for frame in found[0]])[None]
+    wanted = np.stack([np.asarray(frame) for frame in film()])
+    outside = ~masked_pixels(moving())
+    scale = 1 if output == "pil" else 255
+    assert np.abs(found[0][outside] * scale - wanted[outside]).max() < 1e-3
+
+
+def test_each_of_several_videos_keeps_its_own_pixels() -> None:
+    kind = VIDEO_KINDS["WanPipeline"]
+    pipe = maskfx.compile(kind.build(), quality=ALL)
+    recorded = pipe(**given_to(kind), record=True, num_videos_per_prompt=2)
+    found = pipe(
+        **given_to(kind, 1),
+        mask_image=moving(),
+        template=recorded.template,
+        num_videos_per_prompt=2,
+    )
+    outside = ~masked_pixels(moving())
+    for one, original in zip(frames(found), frames(recorded), strict=True):
+        assert np.array_equal(one[outside], original[outside])
+        assert np.abs(one - original)[~outside].mean() > 1e-3
+
+
+def test_requests_of_an_engine_get_the_videos_that_they_get_alone() -> None:
+    """The autoencoder keeps frames among its attributes while it runs."""
+    kind = VIDEO_KINDS["WanVideoToVideoPipeline"]
+    alone, pipe = (maskfx.compile(kind.build(), quality=ALL) for _ in range(2))
+
+    def given(seed: int) -> dict[str, Any]:
+        return {**given_to(kind, seed), "video": film(seed), "mask_image": moving()}
+
+    with maskfx.Engine() as engine:
+        tickets = [engine.submit(pipe, **given(seed)) for seed in range(3)]
+        found = [frames(ticket.result()) for ticket in tickets]
+    for seed, one in enumerate(found):
+        assert np.abs(one - frames(alone(**given(seed)))).max() < EXACT
+
+
+def test_patches_of_a_video_are_kept_from_step_to_step() -> None:
+    kind = VIDEO_KINDS["WanVideoToVideoPipeline"]
+    reuse = PatchReuse(side=2, first=2, last=1, judge=Turns())
+    pipe = maskfx.compile(
+        kind.build(), stretches=True, quality=Quality(reuse="steps", patches=reuse)
+    )
+    white = [Image.new("L", (SIDE, SIDE), 255)] * FRAMES
+    given = {**given_to(kind), "num_inference_steps": 6}
+    wanted = frames(kind.build()(**given))
+    dense = frames(pipe(**{**given, "generator": noise()}))
+    found = frames(pipe(**{**given, "generator": noise()}, mask_image=white))
+    for one in (dense, found):
+        assert 1e-4 < np.abs(one - wanted).max() < 0.5
+    assert 0.2 < pipe._maskfx.patches.share < 0.9
+
+
+# Masks of latent frames.
+
+
+def test_each_latent_frame_is_masked_where_one_of_its_frames_is() -> None:
+    masks = torch.zeros(9, 1, 1, dtype=torch.bool)
+    masks[5] = True
+    assert latent_masks(masks, 3).flatten().tolist() == [False, True, True]
+    causal = torch.zeros(13, 1, 1, dtype=torch.bool)
+    causal[9] = True
+    assert latent_masks(causal, 4).flatten().tolist() == [False, False, False, True]
+
+
+def test_latent_frames_of_equal_spans() -> None:
+    masks = torch.zeros(12, 1, 1, dtype=torch.bool)
+    masks[5] = True
+    assert latent_masks(masks, 3).flatten().tolist() == [False, True, False]
+    assert latent_masks(masks, 12).flatten().tolist() == masks.flatten().tolist()
+    assert latent_masks(masks, 1).flatten().tolist() == [True]
+
+
+def test_frames_after_the_last_mask_have_the_last_one() -> None:
+    new, old = np.ones((3, 2, 2, 3), np.float32), np.zeros((2, 2, 2, 3), np.float32)
+    masks = [torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.bool)]
+    found = np.stack(overlay_video(list(new), old, masks, 0))
+    assert found[0].min() == 1
+    assert found[1:].max() == 0
