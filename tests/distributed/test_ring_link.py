@@ -66,20 +66,22 @@ def test_random_exchanges_arrive_as_they_were_sent(
     together([lambda rank=rank: run(rank) for rank in range(ranks)])  # type: ignore[misc]
 
 
-def test_an_exchange_that_is_waited_for_later_lets_others_pass() -> None:
-    """The first one's rows are read after those of two more."""
-    links = links_of(2)
+@pytest.mark.parametrize(("capacity", "size"), [(64, 2000), (1 << 20, 300_000)])
+def test_an_exchange_that_is_waited_for_later_lets_others_pass(
+    capacity: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one's rows are read after those of others, which the ring holds in parts."""
+    monkeypatch.setattr(ring_link, "CAPACITY", capacity)
+    links, numbers = links_of(2), range(1, 9)
 
     def run(rank: int) -> None:
         other = 1 - rank
-        found = [torch.empty(300_000) for _ in range(3)]
-        transfers = [
-            links[rank].start({other: content(rank, other, n, 300_000)}, {other: found[n]}, n + 1)
-            for n in range(3)
-        ]
-        for n in (2, 1, 0):
-            transfers[n].wait()
-            assert torch.equal(found[n], content(other, rank, n, 300_000))
+        found = {n: torch.empty(size) for n in numbers}
+        sent = {n: {other: content(rank, other, n, size)} for n in numbers}
+        begun = {n: links[rank].start(sent[n], {other: found[n]}, n) for n in numbers}
+        for n in reversed(numbers):
+            begun[n].wait()
+            assert torch.equal(found[n], content(other, rank, n, size))
 
     together([lambda rank=rank: run(rank) for rank in range(2)])  # type: ignore[misc]
 
