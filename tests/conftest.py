@@ -30,9 +30,9 @@ SHARING = (
 )
 # files whose tests share what takes a while to make: one process runs each of them
 TOGETHER = (
-    "pipelines/test_autoencoder.py",
+    "pipelines/handlers/test_autoencoder.py",
     "serve/frontend/test_tracing.py",
-    "serve/models/test_generated.py",
+    "serve/models/test_generated_images.py",
     "serve/models/test_helper_choice.py",
     "test_errors.py",
 )

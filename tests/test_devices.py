@@ -57,9 +57,7 @@ QUICK = {
     "SD3Transformer2DModel": "joint attention over patches",
     "PixArtTransformer2DModel": "attention to texts",
     "SanaTransformer2DModel": "linear attention",
-    "HunyuanDiT2DModel": "skips from the first blocks to the last",
     "ZImageTransformer2DModel": "lists of pictures",
-    "NucleusMoEImageTransformer2DModel": "experts",
     "WanTransformer3DModel": "videos",
     "Transformer2DModel": "blocks by themselves",
     "UNet2DModel-noattn": "convolutions",
@@ -75,7 +73,8 @@ PIPE_CASES = [*KINDS, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_KI
 
 # where a step may wait for its device, and why
 STEP_WAITS = {
-    "copy to the host in runtime/validation/validate.py:numbers_of",  # the timesteps of all edits, at once
+    # the timesteps of all edits, at once
+    "copy to the host in runtime/validation/validate.py:numbers_of",
     "copy to the host in pipelines/runs/execute.py:check_finite",  # one sum of each result, at once
 }
 

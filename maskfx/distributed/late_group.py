@@ -16,19 +16,12 @@ from torch import Tensor
 
 from maskfx.compiler.rank_twins import Sent
 from maskfx.distributed.layout import RankLayout
+from maskfx.distributed.process_group import Transfer
 from maskfx.distributed.tables import received_rows, scale_of
 from maskfx.ir.sources import Exchanged
 from maskfx.ops.exchange import Group
 
 Place = tuple[int, int]  # the number of an exchange, and the rank that sends
-
-
-class Transfer(Protocol):
-    """An exchange that was begun."""
-
-    def wait(self) -> None:
-        """Wait until the incoming tensors are filled; raise TimeoutError if they can't be."""
-        ...
 
 
 class StartingGroup(Group, Protocol):

@@ -7,10 +7,12 @@ waits for a core, and takes many times as long as the ranks measured. Pure: no c
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 COLD = 1  # steps of a kind that aren't counted: they make tables and read programs
 WEIGHT = 0.3  # of the latest step in the mean
+RETRY = 64  # steps of a kind, of which one is divided in a way that wasn't measured for as long
+CLOSE = 2.0  # times what the best way takes: others aren't tried again
 
 WHOLE = 0  # the degree of a step without a member that is cut
 
@@ -19,15 +21,21 @@ class MeasuredSteps:
     """Remembers the seconds of a FLOP of steps alike, by the degree of their division.
 
     Steps are alike if they have equal programs, numbers of members and of ranks, and FLOPs within a
-    factor of two.
+    factor of two. Every 64th of them is divided by the degree that was measured longest ago, unless
+    it takes twice as long as the best one: a degree may have been measured beside other programs.
     """
 
     def __init__(self) -> None:
         self._taken: dict[tuple[Hashable, int, int], tuple[int, float]] = {}
+        self._steps: dict[tuple[Hashable, int], int] = {}  # steps of a kind so far
+        self._last: dict[tuple[Hashable, int, int], int] = {}  # the latest of each degree
+        self._retried: dict[tuple[Hashable, int], int] = {}  # when a degree was last tried again
 
     def note(self, kind: Hashable, flops: float, degree: int, seconds: float) -> None:
         """Note what a step of this kind took."""
         key = kind, octave(flops), degree
+        alike = kind, octave(flops)
+        self._steps[alike] = self._last[key] = self._steps.get(alike, 0) + 1
         count, mean = self._taken.get(key, (0, 0.0))
         each = seconds / max(flops, 1.0)
         if count > COLD:
@@ -57,7 +65,22 @@ class MeasuredSteps:
         for degree, seconds in predicted.items():
             measured = self.seconds(kind, flops, degree)
             found[degree] = whole + seconds - predicted[WHOLE] if measured is None else measured
-        return min(found, key=lambda degree: (found[degree], degree))
+        best = min(found, key=lambda degree: (found[degree], degree))
+        retried = self._to_retry(kind, flops, [d for d in found if found[d] < CLOSE * found[best]])
+        return best if retried is None else retried
+
+    def _to_retry(self, kind: Hashable, flops: float, close: Iterable[int]) -> int | None:
+        """Return the degree measured longest ago, if it is time to measure it again."""
+        alike = kind, octave(flops)
+        now = self._steps.get(alike, 0)
+        if now - self._retried.get(alike, 0) < RETRY:
+            return None
+        last = {degree: self._last.get((kind, octave(flops), degree), 0) for degree in close}
+        oldest = min(last, key=lambda degree: (last[degree], degree))
+        if now - last[oldest] < RETRY:
+            return None
+        self._retried[alike] = now
+        return oldest
 
 
 def octave(flops: float) -> int:

@@ -16,10 +16,10 @@ class World:
     """The group that all ranks join.
 
     Args:
-        store: A file through which they find each other.
+        store: A file through which torch.distributed's ranks find each other.
         rank: The number of this rank.
         ranks: The number of all.
-        backend: What torch.distributed exchanges with: "gloo".
+        backend: "rings" in shared memory, or "gloo" of torch.distributed.
         seconds: The time that joining or an exchange may take.
     """
 

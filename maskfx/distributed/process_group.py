@@ -1,17 +1,15 @@
-"""ProcessGroup: exchanges between processes by torch.distributed, on gloo.
+"""ProcessGroup: the ranks of one step, which exchange tensors over a link.
 
-All exchanges are sends and receives over the world group, so that a step may run on any ordered
-subset of the ranks, and no group is made while serving.
+A step may run on any ordered subset of the ranks that the link connects, and no group is made
+while serving.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
-from functools import partial
+from typing import Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
 # What is entered while this process waits for others in an exchange, by its number.
@@ -22,82 +20,82 @@ def unnoted(number: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+class Transfer(Protocol):
+    """An exchange that was begun."""
+
+    def wait(self) -> None:
+        """Wait until the incoming tensors are filled; raise TimeoutError if they can't be."""
+        ...
+
+
+class Link(Protocol):
+    """Connects all ranks; they are named by their numbers."""
+
+    def start(
+        self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], number: int
+    ) -> Transfer:
+        """Begin an exchange; raise TimeoutError if it fails."""
+        ...
+
+    def close(self) -> None:
+        """Let all that wait for this rank fail at once."""
+        ...
+
+
 class ProcessGroup:
     """The ranks of one step, as one of them sees them.
 
     Args:
-        ranks: Their numbers in the world group, in the order of the partition's shares.
+        ranks: Their numbers, in the order of the partition's shares.
         rank: The place of this process among them.
-        seconds: The time that an exchange may take.
+        link: What connects all ranks.
         waiting: Notes that this process waits.
     """
 
     def __init__(
-        self, ranks: Sequence[int], rank: int, seconds: float, waiting: Waiting = unnoted
+        self, ranks: Sequence[int], rank: int, link: Link, waiting: Waiting = unnoted
     ) -> None:
         self.ranks, self.rank = tuple(ranks), rank
         self.sent = 0
-        self._seconds, self._waiting = seconds, waiting
+        self._link, self._waiting = link, waiting
 
     def exchange(
         self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], number: int
     ) -> None:
         self.start(outgoing, incoming, number).wait()
 
-    def start(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], number: int) -> Works:
+    def start(
+        self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], number: int
+    ) -> NotedTransfer:
         """Begin an exchange; its tensors must not change until it has ended."""
-        parts = [
-            dist.P2POp(dist.isend, value.contiguous(), self.ranks[other], tag=number)
-            for other, value in outgoing.items()
-        ]
-        parts += [
-            dist.P2POp(dist.irecv, value, self.ranks[other], tag=number)
-            for other, value in incoming.items()
-        ]
         self.sent += sum(value.nbytes for value in outgoing.values())
-        others = sorted(self.ranks[n] for n in {*outgoing, *incoming})
-        works = Works(
-            f"exchange {number} of rank {self.ranks[self.rank]} with ranks {others}",
-            self._seconds,
-            partial(self._waiting, number),
+        transfer = self._link.start(
+            {self.ranks[other]: value.contiguous() for other, value in outgoing.items()},
+            {self.ranks[other]: value for other, value in incoming.items()},
+            number,
         )
-        with works.failing():
-            works.begin(parts)
-        return works
+        return NotedTransfer(transfer, number, self._waiting)
 
 
-class Works:
-    """An exchange that was begun.
+class NotedTransfer:
+    """An exchange that was begun; it is noted while this process waits for it."""
 
-    Args:
-        name: The exchange, for messages.
-        seconds: The time that it may take.
-        waiting: Notes that this process waits.
-    """
-
-    def __init__(
-        self, name: str, seconds: float, waiting: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._name, self._seconds, self._waiting = name, seconds, waiting
-        self._parts: list[dist.P2POp] = []  # keep the tensors that are sent
-        self._works: list[dist.Work] = []
-
-    def begin(self, parts: list[dist.P2POp]) -> None:
-        self._parts, self._works = parts, dist.batch_isend_irecv(parts)
+    def __init__(self, transfer: Transfer, number: int, waiting: Waiting) -> None:
+        self._transfer, self._number, self._waiting = transfer, number, waiting
 
     def wait(self) -> None:
         """Wait until it has ended; raise TimeoutError if it fails or takes too long."""
-        with self.failing(), self._waiting():
-            while self._works:
-                self._works[-1].wait(timedelta(seconds=self._seconds))
-                self._works.pop()
-        self._parts.clear()
+        with self._waiting(self._number):
+            self._transfer.wait()
 
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise TimeoutError(
-                f"{self._name} failed or took more than {self._seconds:g} s: {error}"
-            ) from error
+
+@contextmanager
+def failing(rank: int, others: Sequence[int], number: int, seconds: float) -> Iterator[None]:
+    """Turn the failure of an exchange into TimeoutError, with what was exchanged."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TimeoutError(
+            f"exchange {number} of rank {rank} with ranks {list(others)} failed or took more than "
+            f"{seconds:g} s: {error}"
+        ) from error

@@ -34,6 +34,7 @@ from maskfx.distributed.links import LinkCosts
 from maskfx.distributed.measure import slowest
 from maskfx.distributed.messages import PartRequest, RankRequest, SentRolling, World
 from maskfx.distributed.restarts import Restarts
+from maskfx.distributed.ring_link import RINGS, SharedMemory, rings_serve
 from maskfx.runtime.cache.shared_block import SharedBuffers
 from maskfx.runtime.lora.sent import HeldAdapters
 from maskfx.runtime.processes.child_process import ChildProcess
@@ -68,8 +69,11 @@ class RankProcess:
         self.heartbeat = HeartbeatReader(self.child.channel.send_file)
         self.send("hello")
 
-    def send(self, *question: object) -> None:
+    def send(self, *question: object, file: int | None = None) -> None:
+        """Send a question, and an open file after it."""
         self.child.channel.send(*pack(question))
+        if file is not None:
+            self.child.channel.send_file(file)
 
     def send_block(self, buffers: SharedBuffers, descriptor: int) -> None:
         """Let the process map the buffers of a block; it answers nothing."""
@@ -116,7 +120,7 @@ class RankProcesses:
     Args:
         held: The module, its settings and roles, and the number of threads.
         count: The number of processes.
-        backend: What torch.distributed exchanges with.
+        backend: What they exchange with; see `RankGroup`.
         waits: Time limits.
         folder: Where the processes find each other.
         restarts: Limits how many processes are started in place of failed ones.
@@ -136,7 +140,11 @@ class RankProcesses:
         adapter_bytes: int,
     ) -> None:
         self.held, self.count, self.adapter_bytes = held, count, adapter_bytes
+        if backend == RINGS and not rings_serve(count):
+            log.info("ranks exchange with gloo: shared memory needs Linux and a C compiler")
+            backend = "gloo"
         self.backend, self.waits, self.folder = backend, waits, folder
+        self._memory: SharedMemory | None = None  # through which ranks exchange
         self.all: list[RankProcess] = []
         self.apart = True  # whether the world group has to be formed before ranks compute
         self._starting: list[RankProcess] = []
@@ -251,7 +259,9 @@ class RankProcesses:
         # a rank waits for the others here, which its heartbeats don't show
         limits = replace(self.waits, stall=self.waits.start)
         questions = {n: ("world", world) for n, world in enumerate(worlds)}
-        self._each(questions, self.waits.start, limits=limits, grace=self.waits.stall)
+        self._memory = SharedMemory.new(count) if self.backend == RINGS else None
+        file = None if self._memory is None else self._memory.descriptor
+        self._each(questions, self.waits.start, limits=limits, grace=self.waits.stall, file=file)
         for process in self.all:  # from now on it reads and writes without long breaks
             process.child.channel.limit(self.waits.exchange)
         self.apart = False
@@ -263,6 +273,7 @@ class RankProcesses:
         requests: Mapping[int, RankRequest] | None = None,
         limits: Waits | None = None,
         grace: float | None = None,
+        file: int | None = None,
     ) -> dict[int, Any]:
         """Ask ranks and return their answers; end those that fail, and raise the reason.
 
@@ -272,6 +283,7 @@ class RankProcesses:
             requests: The questions, if they are for parts of a step.
             limits: Those by which a rank is ended sooner if it hangs; None: none.
             grace: The time that the others may take after one has failed; None: an exchange.
+            file: An open file that each of them gets.
         """
         unread: dict[int, str] = {}
         for number, question in questions.items():
@@ -280,7 +292,7 @@ class RankProcesses:
                 unread[number] = "it is stopped"
                 continue
             try:
-                process.send(*question)
+                process.send(*question, file=file)
                 if requests is not None:
                     process.note(requests[number])
             except OSError as error:
@@ -352,6 +364,8 @@ class RankProcesses:
     def _fail(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self.all[number].failed = True
+            if self._memory is not None:
+                self._memory.leave(number)
             self.all[number].child.end()
 
     def kill(self) -> None:

@@ -27,6 +27,7 @@ from maskfx.distributed.processes import RankFailure, RankProcesses
 from maskfx.distributed.rank_pool import Lease, NoRanks, RankPool
 from maskfx.distributed.rank_step import RankPrograms, joined
 from maskfx.distributed.restarts import Restarts
+from maskfx.distributed.ring_link import RINGS
 from maskfx.errors import InputError
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
@@ -52,7 +53,8 @@ class RankGroup:
         denoiser: The denoiser; its weights are moved to memory that the ranks share.
         ranks: The number of processes, which start at the first step.
         threads: The number of threads of each.
-        backend: What torch.distributed exchanges with; ranks were tried with "gloo" alone.
+        backend: What ranks exchange with: "rings" in memory that they share, or "gloo" of
+            torch.distributed, which serves where there is no C compiler.
         waits: The time that a step, an exchange and a start may take.
         costs: What exchanges and loads cost; by default the ranks measure it when they start.
         late_bytes: The bytes of others' rows that each rank may hold between the steps of requests
@@ -69,7 +71,7 @@ class RankGroup:
         denoiser: CompiledDenoiser,
         ranks: int = 2,
         threads: int = 1,
-        backend: str = "gloo",
+        backend: str = RINGS,
         waits: Waits | None = None,
         costs: LinkCosts | None = None,
         late_bytes: int = LATE_BYTES,

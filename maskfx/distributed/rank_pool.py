@@ -59,7 +59,7 @@ class RankPool:
         denoiser: The denoiser; its weights are moved to memory that the ranks share.
         wanted: The number of processes.
         threads: The number of threads of each.
-        backend: What torch.distributed exchanges with.
+        backend: What they exchange with; see `RankGroup`.
         waits: The time that a step, an exchange and a start may take.
         restarts: Limits how many processes are started in place of failed ones.
         adapter_bytes: The bytes of adapters that a process may keep between steps.

@@ -10,17 +10,16 @@ import multiprocessing
 import os
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from maskfx.compiler.capture.roles import Roles
 from maskfx.config import Settings
+from maskfx.distributed.connect import connect
 from maskfx.distributed.heartbeat import HeartbeatWriter
 from maskfx.distributed.late_group import HeldRows, LateGroup
 from maskfx.distributed.links import LinkCosts
@@ -33,8 +32,9 @@ from maskfx.distributed.messages import (
     WholeRequest,
     World,
 )
-from maskfx.distributed.process_group import ProcessGroup
+from maskfx.distributed.process_group import Link, ProcessGroup
 from maskfx.distributed.rank_step import RankPrograms
+from maskfx.distributed.ring_link import RINGS
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.cache.rolling import RollingCache, RowBlock
@@ -62,6 +62,7 @@ class RankState:
     denoiser: CompiledDenoiser | None = None
     programs: RankPrograms | None = None
     world: World | None = None
+    link: Link | None = None
     caches: dict[int, StepCache] = field(default_factory=dict)
     adapters: dict[int, Layers] = field(default_factory=dict)
     buffers: dict[int, MappedBuffers] = field(default_factory=dict)  # of blocks of rolling rows
@@ -103,35 +104,32 @@ class RankState:
         self.denoiser = CompiledDenoiser(module, settings, roles)
         self.programs = RankPrograms(settings)
 
-    def join(self, world: World) -> None:
+    def join(self, world: World, memory: int | None = None) -> None:
         """Leave the group that there is, and join another one."""
         self.leave()
-        dist.init_process_group(
-            world.backend,
-            init_method=f"file://{world.store}",
-            rank=world.rank,
-            world_size=world.ranks,
-            timeout=timedelta(seconds=world.seconds),
-        )
-        self.world, self.late = world, None
+        self.link, self.world = connect(world, memory), world
 
     def leave(self) -> None:
         """Close the connections to other ranks; those that wait for this one fail at once."""
         self.late = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if self.link is not None:
+            self.link.close()
+            self.link = None
 
     def measure(self) -> LinkCosts:
         """Measure exchanges with all other ranks."""
         assert self.world is not None
         ranks = range(self.world.ranks)
-        group = ProcessGroup(ranks, self._number, self.world.seconds, self.heartbeat.waiting)
-        return measure_links(group, self.world.ranks)
+        return measure_links(self._group(ranks, self._number), self.world.ranks)
+
+    def _group(self, ranks: Sequence[int], place: int) -> ProcessGroup:
+        if self.link is None:
+            raise TimeoutError(f"rank {self._number} has left the group")
+        return ProcessGroup(ranks, place, self.link, self.heartbeat.waiting)
 
     def compute(self, request: PartRequest) -> PartResult:
         assert self.denoiser is not None
         assert self.programs is not None
-        assert self.world is not None
         start, cpu = time.perf_counter(), time.process_time()
         steps = self._steps(request)
         batches = self.denoiser.prepared(steps, request.weights)
@@ -139,9 +137,7 @@ class RankState:
         if codes != [request.code]:
             raise RuntimeError(f"this rank has the programs {codes}, not {request.code}")
         ((program, frame, members),) = batches
-        group = ProcessGroup(
-            request.ranks, request.place, self.world.seconds, self.heartbeat.waiting
-        )
+        group = self._group(request.ranks, request.place)
         self.late = self._late_group(request, program, frame.layout, group)
         part = self.programs.run(
             program,
@@ -257,6 +253,8 @@ def serve(channel: Channel, heartbeat: HeartbeatWriter) -> None:
                 if not rank.maps(rest[0], channel.receive_file()):
                     return  # another process takes its place
                 continue
+            if what == "world" and rest[0].backend == RINGS:
+                rest.append(channel.receive_file())
             with torch.no_grad():
                 answered = rank.answer(what, *rest), None
         except TimeoutError as error:  # of an exchange

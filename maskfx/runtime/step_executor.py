@@ -14,9 +14,9 @@ from maskfx.runtime.steps import AnyStep, DenseStep
 class StepExecutor(Protocol):
     """Computes the steps of one denoiser elsewhere, such as in another process.
 
-    `maskfx.pipelines.runs.execute` calls it in a thread, beside the steps of other denoisers. If it is
-    `joint`, it serves several denoisers that compute the same, and steps of all of them form one
-    batch.
+    `maskfx.pipelines.runs.execute` calls it in a thread, beside the steps of other denoisers. If
+    it is `joint`, it serves several denoisers that compute the same, and steps of all of them form
+    one batch.
     """
 
     joint: bool

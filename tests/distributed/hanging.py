@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from maskfx.distributed.process_group import ProcessGroup, Works
+from maskfx.distributed.process_group import NotedTransfer, ProcessGroup
 from tests.distributed import tiny
 
 VARIABLE = "MASKFX_TEST_HANG"  # a file with the place and the number of the rank that hangs, once
@@ -24,18 +24,18 @@ def hang(place: str, rank: int) -> None:
         time.sleep(3600)
 
 
-def start(self: ProcessGroup, *args: Any) -> Works:
+def start(self: ProcessGroup, *args: Any) -> NotedTransfer:
     hang("before", self.ranks[self.rank])
-    works = right_start(self, *args)
-    works.rank = self.ranks[self.rank]  # type: ignore[attr-defined]
-    return works
+    transfer = right_start(self, *args)
+    transfer.rank = self.ranks[self.rank]  # type: ignore[attr-defined]
+    return transfer
 
 
-def wait(self: Works) -> None:
-    with self._waiting():
+def wait(self: NotedTransfer) -> None:
+    with self._waiting(self._number):
         hang("within", self.rank)  # type: ignore[attr-defined]
     right_wait(self)
 
 
-right_start, right_wait = ProcessGroup.start, Works.wait
-ProcessGroup.start, Works.wait = start, wait  # type: ignore[method-assign, assignment]
+right_start, right_wait = ProcessGroup.start, NotedTransfer.wait
+ProcessGroup.start, NotedTransfer.wait = start, wait  # type: ignore[method-assign, assignment]

@@ -17,7 +17,7 @@ from tests.distributed.test_ranks import BOUND, cache_error, error, shares
 from tests.factories.masks import MASKS
 from tests.factories.thread_ranks import ThreadRanks
 from tests.factories.zoo import ZOO
-from tests.runtime import test_sample_calls as ragged
+from tests.runtime.validation import test_sample_calls as ragged
 
 BY_SIZE = ("ControlNetModel", "HiDreamImageTransformer2DModel")  # a program for each size
 SIZES = [(8, 8, 1), (8, 12, 2), (12, 8, 1)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maskfx.distributed.measured_steps import WHOLE, MeasuredSteps
+from maskfx.distributed.measured_steps import RETRY, WHOLE, MeasuredSteps
 
 FLOPS = 1000.0
 
@@ -41,3 +41,31 @@ def test_steps_alike_are_compared_by_the_flop() -> None:
         steps.note("a", 1024.0, WHOLE, seconds)
     assert steps.seconds("a", 2047.0, WHOLE) == 2047.0
     assert steps.seconds("a", 2048.0, WHOLE) is None
+
+
+def test_a_degree_that_was_measured_beside_other_programs_is_measured_again() -> None:
+    steps, predicted, chosen = MeasuredSteps(), {WHOLE: 2.0, 2: 1.0, 4: 9.0}, []
+    for seconds in (90.0, 2.0):
+        steps.note("a", FLOPS, WHOLE, seconds)
+    for seconds in (90.0, 3.0):  # while other programs use the cores
+        steps.note("a", FLOPS, 2, seconds)
+    for _ in range(8 * RETRY):
+        degree = steps.best("a", FLOPS, predicted)
+        chosen.append(degree)
+        steps.note("a", FLOPS, degree, {WHOLE: 2.0, 2: 1.0}[degree])  # they have ended
+    assert chosen[: RETRY - 8] == [WHOLE] * (RETRY - 8)
+    first = chosen.index(2)
+    assert chosen[-1] == 2
+    assert chosen[first:].count(WHOLE) <= 3 * RETRY  # the mean follows in few measurements
+    assert 4 not in chosen  # predicted to take more than twice as long
+
+
+def test_no_more_than_one_step_in_64_is_tried_again() -> None:
+    steps, predicted = MeasuredSteps(), {WHOLE: 2.0, 2: 3.0, 3: 3.1, 4: 3.2}
+    taken = {WHOLE: 2.0, 2: 3.0, 3: 3.1, 4: 3.2}
+    chosen = []
+    for _ in range(10 * RETRY):
+        chosen.append(steps.best("a", FLOPS, predicted))
+        steps.note("a", FLOPS, chosen[-1], taken[chosen[-1]])
+    assert len(chosen) - chosen.count(WHOLE) <= 10
+    assert {2, 3, 4} <= set(chosen)

@@ -14,6 +14,7 @@ import pytest
 
 import maskfx
 from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep
+from maskfx.distributed import processes
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
@@ -62,6 +63,24 @@ def test_a_step_over_two_processes_and_after_one_was_killed(
     os.kill(group.pool.ranks.all[1].child.pid, signal.SIGKILL)
     assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
     assert (group.failures, group.computed_here) == (1, 0)
+
+
+def test_ranks_exchange_with_gloo_where_rings_do_not_serve(
+    denoiser: CompiledDenoiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "rings_serve", lambda ranks: False)
+    group = RankGroup(denoiser, 2, waits=Waits(exchange=3.0))
+    steps = edit_and_dense(denoiser)
+    wanted = denoiser.step(steps)
+    try:
+        assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
+        assert group.pool.ranks is not None
+        assert group.pool.ranks.backend == "gloo"
+        os.kill(group.pool.ranks.all[1].child.pid, signal.SIGKILL)
+        assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
+        assert (group.failures, group.computed_here) == (1, 0)
+    finally:
+        group.stop()
 
 
 def test_late_rows_in_two_processes_and_after_one_was_killed(

@@ -286,6 +286,7 @@ def test_arguments_of_unequal_batches_run_in_the_module_that_joins_them():
     assert "pooled_projections: its batch is 2" in maskfx.explain(pipe)
 
 
+@pytest.mark.slow
 def test_saved_and_loaded_it_gives_the_same_picture():
     pipe = kandinsky()
     pipe.unet.train()  # as it is when it was never loaded: its template has another name

@@ -365,6 +365,7 @@ def test_what_is_computed_is_told() -> None:
 CONTROLLED = "FluxControlNetInpaintPipeline"
 
 
+@pytest.mark.slow
 def test_a_step_at_which_the_function_changes_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ControlNet's range ends: the outputs before it don't continue."""
     pipe = anew(CONTROLLED, quality=every(4))

@@ -68,6 +68,7 @@ def test_weights_changed_while_they_were_away_are_used() -> None:
     assert abs(found - before).max() > 1
 
 
+@pytest.mark.slow
 def test_an_offloaded_denoiser_is_brought_to_its_device() -> None:
     wanted = pixels(maskfx.compile(PIPES[NAME].build(), quality="all-steps"))
     pipe = maskfx.compile(PIPES[NAME].build(), quality="all-steps")

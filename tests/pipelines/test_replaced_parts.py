@@ -37,7 +37,7 @@ def fresh(change: Callable[[Any], None] | None = None, quality: str = "all-steps
 
 
 @pytest.mark.parametrize("quality", ["all-steps", "balanced"])
-@pytest.mark.parametrize("part", ["unet", "vae"])
+@pytest.mark.parametrize("part", ["unet", pytest.param("vae", marks=pytest.mark.slow)])
 def test_a_part_that_is_replaced_is_compiled_too(part: str, quality: str) -> None:
     pipe, other = fresh(quality=quality), KIND.build()
     first = edit(pipe)

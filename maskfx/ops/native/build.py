@@ -1,4 +1,4 @@
-"""Compiles `rows.c`, keeps the result in `kept_folder()`, and loads it."""
+"""Compiles the C sources, keeps the result in `kept_folder()`, and loads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from maskfx.ops.cache_folder import kept_folder
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("rows.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("rows.c", "rings.c"))
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
 SECONDS = 60.0  # that a compiler may take
 P, N, D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -29,6 +29,8 @@ ARGUMENTS = {
     "scale_shift": (P, N, N, P, N, P, P),
     "put_all": (P, N),
     "replace_all": (P, N),
+    "ring_run": (P, N, N, N, P, N, D, P),
+    "ring_leave": (P, N),
 }
 
 
@@ -43,17 +45,18 @@ def c_functions() -> ctypes.CDLL | None:
     try:
         return loaded(compiled(compiler))
     except (OSError, subprocess.SubprocessError) as error:
-        log.info("%s can't compile %s: %s; plain operators run", compiler, SOURCE.name, error)
+        names = " and ".join(source.name for source in SOURCES)
+        log.info("%s can't compile %s: %s; plain operators run", compiler, names, error)
         return None
 
 
 def compiled(compiler: str) -> Path:
-    """Return the path of the compiled source, which processes and later runs share."""
+    """Return the path of the compiled sources, which processes and later runs share."""
     path = folder() / f"rows-{digest(compiler)}.so"
     if path.exists():
         return path
     new = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.new")
-    command = [compiler, *FLAGS, str(SOURCE), "-o", str(new), "-lm"]
+    command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(new), "-lm"]
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
         os.replace(new, path)
@@ -63,9 +66,10 @@ def compiled(compiler: str) -> Path:
 
 
 def digest(compiler: str) -> str:
-    """Identify the source, how it is compiled, and the processor that it is compiled for."""
+    """Identify the sources, how they are compiled, and the processor they are compiled for."""
     about = (compiler, FLAGS, platform.machine(), processor())
-    return hashlib.sha256(SOURCE.read_bytes() + repr(about).encode()).hexdigest()[:24]
+    content = b"".join(source.read_bytes() for source in SOURCES)
+    return hashlib.sha256(content + repr(about).encode()).hexdigest()[:24]
 
 
 def processor() -> str:

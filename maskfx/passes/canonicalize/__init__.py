@@ -1,4 +1,4 @@
 """Passes that write each kind of operator in one spelling, before rows are looked at.
 
-May import: passes, ir, ops, errors. Begin with `slices.py`.
+May import: passes/*.py, ops, ir. Begin with `slices.py`.
 """

@@ -1,4 +1,4 @@
 """Passes that rewrite each kind of operator so that it computes active rows only.
 
-May import: passes, ir, ops, errors. Begin with `linear.py`.
+May import: passes/lane_rules, passes/*.py, ops, ir. Begin with `linear.py`.
 """

@@ -1,4 +1,5 @@
 """What denoiser and autoencoder calls of a run become: dense calls, recordings, edits, patches.
 
-May import: masks, parts, schedules, templates, runtime. Begin with `call_handler.py`.
+May import: pipelines/masks, pipelines/parts, pipelines/schedules, pipelines/templates,
+pipelines/*.py, runtime, ir, errors. Begin with `call_handler.py`.
 """

@@ -1,4 +1,4 @@
 """Masks of pictures and videos, and their grids at the sizes of latents and denoisers.
 
-May import: runtime, ir, errors. Begin with `masks.py`.
+May import: runtime, errors. Begin with `masks.py`.
 """

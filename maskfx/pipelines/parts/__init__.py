@@ -1,4 +1,4 @@
 """Reads and replaces the components of a diffusers pipeline: denoisers, guiders, blocks.
 
-May import: runtime, ir, errors. Begin with `pipeline.py`.
+May import: pipelines/*.py, runtime, ir, errors. Begin with `pipeline.py`.
 """

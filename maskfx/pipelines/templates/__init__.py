@@ -1,4 +1,5 @@
 """Templates of a pipeline: their keys, where they are kept, and their share of a budget.
 
-May import: masks, parts, schedules, runtime. Begin with `template_key.py`.
+May import: pipelines/masks, pipelines/parts, pipelines/schedules, pipelines/*.py, runtime,
+errors. Begin with `template_key.py`.
 """

@@ -1,5 +1,4 @@
 """Stores recorded steps on a device, in host memory and on disk, in full or reduced precision.
 
-May import: runtime/devices, runtime/processes, runtime/sites, ops, ir, errors. Begin with
-`step_cache.py`.
+May import: runtime/hardware, runtime/sites, ops, ir, errors. Begin with `step_cache.py`.
 """

@@ -1,4 +1,4 @@
 """The machine: devices and their memory, threads of the CPU, offloaded modules.
 
-May import: ir, errors. Begin with `devices.py`.
+May import: nothing of maskfx. Begin with `devices.py`.
 """

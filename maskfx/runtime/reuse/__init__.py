@@ -1,4 +1,5 @@
 """Reuse across steps: which steps are computed, edited from a recording, or extrapolated.
 
-May import: runtime/*.py, runtime/cache, runtime/sites, ops, ir, errors. Begin with `session.py`.
+May import: runtime/cache, runtime/hardware, runtime/sites, runtime/*.py, ops, ir, errors. Begin
+with `session.py`.
 """

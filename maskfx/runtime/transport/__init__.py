@@ -1,4 +1,5 @@
 """Sends tensors, modules and recorded steps between processes of one machine.
 
-May import: processes, cache, steps. Begin with `tensor_transport.py`.
+May import: runtime/cache, runtime/processes, runtime/*.py, ir, errors. Begin with
+`tensor_transport.py`.
 """

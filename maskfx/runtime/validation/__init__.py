@@ -1,4 +1,5 @@
 """Validates the members of a step, and divides their arguments by sample.
 
-May import: programs, cache, sites, steps. Begin with `validate.py`.
+May import: runtime/cache, runtime/lora, runtime/programs, runtime/sites, runtime/*.py, compiler,
+ir, config, errors. Begin with `validate.py`.
 """

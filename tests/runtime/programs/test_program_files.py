@@ -27,7 +27,7 @@ from maskfx.runtime.programs import program_cache
 from tests.factories.saved_programs import first_edit
 from tests.factories.zoo import QUICK, ZOO
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TINY = "AuraFlowTransformer2DModel"
 EXPERTS = "HiDreamImageTransformer2DModel-experts"  # modules that stay whole
 OTHERS = [name for name in ZOO if name not in (*QUICK, TINY, EXPERTS)]
