@@ -18,6 +18,8 @@ from torch import Tensor
 
 from maskfx.distributed.process_group import failing
 from maskfx.ops.native.build import c_functions
+from maskfx.runtime.processes import memory_files
+from maskfx.runtime.processes.memory_files import memory_file
 
 RINGS = "rings"  # the name of this backend
 CAPACITY = 1 << 20  # bytes of a ring
@@ -32,7 +34,7 @@ REASONS = {
 
 def rings_serve(ranks: int) -> bool:
     """Return True if this machine can exchange through rings."""
-    return ranks <= MOST and hasattr(os, "memfd_create") and c_functions() is not None
+    return ranks <= MOST and memory_files.exist() and c_functions() is not None
 
 
 class SharedMemory:
@@ -54,9 +56,7 @@ class SharedMemory:
     @classmethod
     def new(cls, ranks: int) -> Self:
         """Return empty rings in a new file that has no name."""
-        descriptor = os.memfd_create("maskfx-rings", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, nbytes_of(ranks))
-        return cls(descriptor, ranks)
+        return cls(memory_file("maskfx-rings", nbytes_of(ranks)), ranks)
 
     def leave(self, rank: int) -> None:
         """Let all that wait for a rank fail."""
