@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch.utils import _pytree as pytree
 
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
@@ -64,5 +67,16 @@ class RankBatch:
         )
 
     @property
+    def single(self) -> bool:
+        """Whether its members are the samples of calls that run sample by sample."""
+        return any(call.inputs.compilation.capture.single for call in self.calls)
+
+    @cached_property
     def steps(self) -> list[AnyStep]:
-        return [call.step for call in self.calls]
+        """The members as steps; a sample has its own arguments."""
+        if not self.single:
+            return [call.step for call in self.calls]
+        return [
+            replace(call.step, inputs=pytree.tree_unflatten(call.inputs.values, call.inputs.spec))
+            for call in self.calls
+        ]

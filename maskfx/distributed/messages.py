@@ -71,6 +71,7 @@ class PartRequest:
             `SentLayers`.
         code: The code of the program.
         weights: The weights whose layers have low-rank terms; None without adapters.
+        single: Whether the members are samples of calls that run sample by sample.
         recording: Whether to emit what a recording keeps.
         emits: The places of the taps that are wanted of it; None: all.
         partition: The ranks' shares.
@@ -87,6 +88,7 @@ class PartRequest:
     steps: list[AnyStep]
     code: str
     weights: frozenset[str] | None
+    single: bool
     recording: bool
     emits: frozenset[int] | None
     partition: Partition

@@ -210,8 +210,6 @@ class RankGroup:
         if batch.frame.by_stretch:
             log.info("steps of %s whose patches are chosen while they run aren't split", self._name)
             return False
-        if any(call.inputs.compilation.capture.single for call in batch.calls):
-            return False  # parts of calls that run sample by sample
         why = self._programs.refusal(batch.program, False)
         if why:
             log.info("steps of %s can't be split: %s", self._name, why)
@@ -232,6 +230,7 @@ class RankGroup:
                     [],
                     code,
                     weights,
+                    batch.single,
                     batch.recording,
                     batch.emits,
                     partition,

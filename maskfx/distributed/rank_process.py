@@ -132,7 +132,7 @@ class RankState:
         assert self.programs is not None
         start, cpu = time.perf_counter(), time.process_time()
         steps = self._steps(request)
-        batches = self.denoiser.prepared(steps, request.weights)
+        batches = self.denoiser.prepared(steps, request.weights, request.single)
         codes = [program.code for program, *_ in batches]
         if codes != [request.code]:
             raise RuntimeError(f"this rank has the programs {codes}, not {request.code}")
@@ -204,23 +204,24 @@ class RankState:
             self.programs.drop_adapters(ids)
         if request.reload:
             self.denoiser.forget()
-        return [self._received(step) for step in request.steps]
+        single = isinstance(request, PartRequest) and request.single
+        return [self._received(step, single) for step in request.steps]
 
-    def _received(self, step: AnyStep) -> AnyStep:
+    def _received(self, step: AnyStep, single: bool) -> AnyStep:
         sent: object = step.cache if isinstance(step, EditStep) else None
         if isinstance(step, EditStep) and isinstance(sent, SentRolling):
-            step = replace(step, cache=self._rolling(step, sent))
+            step = replace(step, cache=self._rolling(step, sent, single))
         else:
             step = received(step, self.caches)
         return replace(step, adapters=received_layers(step.adapters, self.adapters))
 
-    def _rolling(self, step: AnyStep, sent: SentRolling) -> RollingCache:
+    def _rolling(self, step: AnyStep, sent: SentRolling, single: bool) -> RollingCache:
         """Return a rolling cache over the buffers of its block."""
         assert self.denoiser is not None
         if sent.contents is not None:
             code = sent.contents.named["program"]
             if code not in self.denoiser.programs:
-                self.denoiser.compile_for([step])
+                self.denoiser.compile_for([step], single)
             if sent.block not in self.blocks:
                 interface = self.denoiser.programs[code].interface
                 self.blocks[sent.block] = self.buffers[sent.block].block(interface)

@@ -198,11 +198,11 @@ class CompiledDenoiser:
             return self._batches.run(calls, split)
 
     @torch.no_grad()
-    def compile_for(self, steps: Sequence[AnyStep]) -> None:
+    def compile_for(self, steps: Sequence[AnyStep], single: bool = False) -> None:
         """Find or make what serves these steps, so that `save_programs` writes it."""
         with self._one_step():
             for step in steps:
-                self._validator.inputs(step.inputs)
+                self._validator.arguments(step.inputs, single)
 
     @contextmanager
     def unlocked(self) -> Iterator[None]:
@@ -219,11 +219,11 @@ class CompiledDenoiser:
 
     @torch.no_grad()
     def prepared(
-        self, steps: Sequence[AnyStep], weights: frozenset[str] | None = None
+        self, steps: Sequence[AnyStep], weights: frozenset[str] | None = None, single: bool = False
     ) -> list[tuple[Program, Frame, list[Member]]]:
         """Return batches with the values of their inputs, for a rank; see `DenoiserAdapters`."""
         with self._one_step():
-            return self._batches.prepared(self._validator.calls(steps), weights)
+            return self._batches.prepared(self._validator.calls(steps, single), weights)
 
     @contextmanager
     def _one_step(self) -> Iterator[None]:

@@ -93,7 +93,7 @@ def describe(compilation: Compilation, mask_ratio: float) -> Iterator[str]:
     yield ""
     yield from cache_lines(compilation, compilation.program)
     yield ""
-    yield from exchange_lines(compilation, compilation.program)
+    yield from exchange_lines(compilation.program)
     yield ""
     yield from refused_lines(compilation, captured, costs)
 
@@ -195,11 +195,8 @@ def output_dtype(compilation: Compilation) -> torch.dtype:
 # Ranks.
 
 
-def exchange_lines(compilation: Compilation, program: Program) -> Iterator[str]:
+def exchange_lines(program: Program) -> Iterator[str]:
     """Yield how often ranks exchange rows in a step, or why a step can't be split over them."""
-    if compilation.capture.single:
-        yield "A step can't be split over ranks: its calls run sample by sample."
-        return
     found = split_program(program, False)
     if isinstance(found, str):
         yield f"A step can't be split over ranks: {found}."

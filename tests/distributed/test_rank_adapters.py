@@ -211,6 +211,10 @@ def test_numbers_of_updates_that_no_longer_exist() -> None:
     gc.collect()
     assert numbers.alive() == {1}
     assert numbers.of(update_of(module, 2, 3).layers) == 2
+    changed = dict(layers[0])
+    assert numbers.of(changed) == 3
+    changed.update(update_of(module, 2, 4).layers)
+    assert numbers.of(changed) == 4, "the same object with other updates"
 
 
 CLASSES = (

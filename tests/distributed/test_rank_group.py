@@ -19,12 +19,15 @@ from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.errors import InputError
+from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.steps import LateExchange, SplitRun
 from tests.distributed import tiny
-from tests.distributed.test_ranks import BOUND, cache_error, error
+from tests.distributed.test_ranks import BOUND, cache_error, error, shares
 from tests.factories import emulated
+from tests.factories.lora import update_of
 from tests.factories.masks import MASKS
 from tests.factories.thread_ranks import ThreadRanks
+from tests.runtime import test_sample_calls as ragged
 
 EVEN = Partition(((1.0, 1.0),) * 2)
 
@@ -264,6 +267,35 @@ def test_a_rank_computes_whole_steps(denoiser: CompiledDenoiser, group: RankGrou
         group.on((0,)).run(denoiser, [DenseStep({"sample": "none"})])
     assert group.computed_here == 1
     assert worst(group.on(2, EVEN).run(denoiser, steps[:2]), wanted[:2]) < BOUND
+
+
+def test_samples_of_a_call_that_run_one_by_one() -> None:
+    """Edited, recorded and dense, with adapters, and by rows of the request's own last step."""
+    denoiser, calls = ragged.denoiser(), [ragged.make([7, 4], 9, seed) for seed in range(3)]
+    own = (update_of(denoiser.module, 4, 1),)
+    cache = denoiser.record(**calls[0])[1]
+    steps: list[Any] = [
+        EditStep(calls[1], ragged.a_mask(), cache, any_step=True),
+        DenseStep(calls[0], own),
+        RecordStep(calls[2]),
+    ]
+    rolling = [RollingPool(1 << 24).start(denoiser.programs[cache.program], cache) for _ in "12"]
+    wanted = denoiser.step(steps)
+    group = RankGroup(denoiser, 2)
+    try:
+        got = denoiser.step(steps, group.on(2, shares("unequal", 2, 6)))
+        assert worst(got[:2], wanted[:2]) < BOUND
+        assert cache_error(got[2][1], wanted[2][1]) < BOUND
+        for call in calls[1:]:
+            one, other = (
+                EditStep(call, ragged.a_mask(), kept, any_step=True, record=True)
+                for kept in rolling
+            )
+            expected = denoiser.step([one])
+            assert worst(denoiser.step([other], group.on(2)), expected) < BOUND
+        assert group.computed_here == group.failures == 0
+    finally:
+        group.stop()
 
 
 def test_it_refuses_denoisers_on_other_devices() -> None:

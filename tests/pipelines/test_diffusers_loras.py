@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+import maskfx
 from tests.factories.lora_files import is_query, lora_tensors
 from tests.factories.pipelines import PIPES, anew, call_of, compiled, distance, latents, white
 
@@ -119,5 +120,12 @@ def test_pictures_are_those_of_diffusers(name: str, tmp_path: Path) -> None:
     assert min(distance(*pair) for pair in combinations(seen, 2)) > 1e-3
     first, last = paths[0], paths[-1]
     wanted = theirs(name, [first, last], [0.6, 1.2], **call())
-    found = latents(own, **call(), lora=[(str(first), 0.6), (str(last), 1.2)])
+    both: list[Any] = [(str(first), 0.6), (str(last), 1.2)]
+    found = latents(own, **call(), lora=both)
+    assert distance(found, wanted) < 1e-4
+    more: dict[str, Any] = {"output_type": "latent", "return_dict": False}
+    with maskfx.Engine(ranks=2) as engine:
+        found = engine.submit(own, **call(), **more, adapters=both).result()[0]
+        (group,) = engine.runner.rank_groups()
+        assert group.computed_here == group.failures == 0
     assert distance(found, wanted) < 1e-4

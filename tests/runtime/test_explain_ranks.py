@@ -27,6 +27,3 @@ def test_states_why_a_step_cant_be_split(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("maskfx.runtime.explain.split_program", lambda *_: "sites are data")
     denoiser = tiny.compiled()
     assert "A step can't be split over ranks: sites are data." in denoiser.explain()
-    (compilation,) = denoiser.compilations
-    monkeypatch.setattr(compilation.capture, "single", True)
-    assert "can't be split over ranks: its calls run sample by sample." in denoiser.explain()

@@ -79,7 +79,7 @@ class SampleCalls:
         sizes = roles_.observed_sizes(compilation.capture.leaves, values)
         calls = self._arguments.split(inputs, compilation.capture.leaves, sizes["batch"])
         why = self._dependence(inputs, calls, sizes)
-        found = [] if why else [self._validated(call) for call in calls]
+        found = [] if why else [self.validated(call) for call in calls]
         if any(one.program is None for one in found):
             why = "a sample alone runs dense, too"
         elif len({one.program_code for one in found}) > 1:
@@ -87,7 +87,8 @@ class SampleCalls:
         self.programs.stays_whole(compilation, why)
         return () if why else tuple(found)
 
-    def _validated(self, inputs: Inputs) -> ValidatedInputs:
+    def validated(self, inputs: Inputs) -> ValidatedInputs:
+        """Return the arguments of one sample, with what serves them."""
         _, values, spec = roles_.flatten(inputs)
         compilation = self.programs.serving(dict(inputs), values, spec, single=True)
         sizes = roles_.observed_sizes(compilation.capture.leaves, values)

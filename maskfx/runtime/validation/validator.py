@@ -77,19 +77,26 @@ class Validator:
         self.adapters = SetCache(module)
         self._fits: MutableMapping[StepCache, LruCache[Mask, Fit]] = WeakIdKeyDictionary()
 
-    def calls(self, steps: Sequence[AnyStep]) -> list[ValidatedCall]:
-        """Validate the members of a step, except for their timesteps (`check_timesteps`)."""
-        return [self.call(step) for step in steps]
+    def calls(self, steps: Sequence[AnyStep], single: bool = False) -> list[ValidatedCall]:
+        """Validate the members of a step, except for their timesteps (`check_timesteps`).
 
-    def call(self, step: AnyStep) -> ValidatedCall:
+        With `single` they are samples of calls that another process has divided.
+        """
+        return [self.call(step, single) for step in steps]
+
+    def call(self, step: AnyStep, single: bool = False) -> ValidatedCall:
         """Validate a member of a step, except for its timestep."""
-        inputs, adapters = self.inputs(step.inputs), self.adapters.of(step.adapters)
+        inputs, adapters = self.arguments(step.inputs, single), self.adapters.of(step.adapters)
         if not isinstance(step, EditStep):
             return ValidatedCall(step, inputs, adapters=adapters)
         check_recording(step.cache)
         mask = self._masks.of(check_mask(step.mask, inputs.mask_shape))
         check_choice(step)
         return ValidatedCall(step, inputs, mask, self._regions(step, inputs, mask), adapters)
+
+    def arguments(self, given: Mapping[str, object], single: bool) -> ValidatedInputs:
+        """Validate the arguments of a call, or of a sample of one that was divided."""
+        return self.samples.validated(given) if single else self.inputs(given)
 
     def inputs(self, given: Mapping[str, object]) -> ValidatedInputs:
         """Validate a call's arguments; the compilation that serves them is found or made."""
