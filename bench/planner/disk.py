@@ -12,6 +12,8 @@ at which a step's keys and values take as long to read as the step computes with
 - `keys`: keys and values are read ahead, without a plan.
 - `whole`: whole steps are read ahead by two threads.
 - `naive`: keys and values are read when a step begins, and computed after.
+- `dense`: the module computes all sites and reads nothing, as a choice "compute everything" would
+  at most; it sees other values outside the mask.
 
 Wanted: planned within 1.1 of resident. Writes results/planner-disk.json.
 """
@@ -19,6 +21,7 @@ Wanted: planned within 1.1 of resident. Writes results/planner-disk.json.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import threading
@@ -41,10 +44,11 @@ from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.step_planner import StepPlanner
+from maskfx.runtime.steps import DenseStep
 
 WANTED = 1.1  # times resident
 HOST = 1 << 33
-SIDES = ("resident", "planned", "keys", "whole", "naive")
+SIDES = ("resident", "planned", "keys", "whole", "naive", "dense")
 
 
 @dataclass
@@ -83,11 +87,18 @@ class Bed:
     root: Path
     inputs: list[dict[str, Any]]
     mask: torch.Tensor
-    costs: Costs
     resident: Templates
+    costs: Costs | None = None
 
     def planner(self) -> StepPlanner:
         return StepPlanner(self.denoiser, self.costs)
+
+    def calibrate(self) -> None:
+        """Measure the costs, as the first edit of a process does that finds none on disk."""
+        planner = StepPlanner(self.denoiser)
+        planner.plan_step([edit_of(self.resident, self.inputs, self.mask, 0)])
+        [self.costs] = planner.known._found.values()
+        assert self.costs is not None, planner.describe()
 
 
 def prepare(options: argparse.Namespace, root: Path) -> Bed:
@@ -103,11 +114,7 @@ def prepare(options: argparse.Namespace, root: Path) -> Bed:
         resident.put("picture", step, denoiser.record(**one)[1])
     grid = masks.make("square", shape.size.height, shape.size.width, options.ratio, 0)
     mask = shape.as_mask(grid)
-    planner = StepPlanner(denoiser)
-    planner.plan_step([edit_of(resident, inputs, mask, 0)])  # measures the costs, once
-    costs = next(iter(planner.known._found.values()))
-    assert costs is not None, planner.describe()
-    return Bed(shape, denoiser, disk, root, inputs, mask, costs, resident)
+    return Bed(shape, denoiser, disk, root, inputs, mask, resident)
 
 
 def edit_of(
@@ -122,6 +129,10 @@ def run_side(bed: Bed, side: str) -> StepPlanner:
     """Edit all steps as a process does that has just started."""
     count, denoiser = len(bed.inputs), bed.denoiser
     planner = bed.planner()
+    if side == "dense":
+        for inputs in bed.inputs:
+            denoiser.plain_step(DenseStep(inputs))
+        return planner
     denoiser.planner = None if side == "whole" else planner
     templates = bed.resident
     if side != "resident":
@@ -148,7 +159,11 @@ def run_side(bed: Bed, side: str) -> StepPlanner:
     return planner
 
 
-def measure_link(bed: Bed, bandwidth: float, rounds: int) -> dict[str, Any]:
+def measure_link(bed: Bed, share: float, rounds: int) -> dict[str, Any]:
+    """One bandwidth; the even one is measured here, as the machine's speed varies."""
+    bed.calibrate()
+    nbytes, compute = even_link(bed, rounds)
+    bandwidth = share * nbytes / compute
     bed.disk.bandwidth = bandwidth
     read, told = {}, ""
     for side in SIDES:  # not counted
@@ -160,7 +175,10 @@ def measure_link(bed: Bed, bandwidth: float, rounds: int) -> dict[str, Any]:
     seconds = alternate({side: lambda _, side=side: run_side(bed, side) for side in SIDES}, rounds)
     bed.disk.bandwidth = float("inf")
     return {
+        "of_even": share,
         "bytes_per_second": bandwidth,
+        "even": {"bytes_per_step": nbytes, "compute_seconds_per_step": compute},
+        "load_average": os.getloadavg()[0],
         "bytes_read_per_step": read,
         "projected_again": again[0] / max(again[1], 1),
         "planner": told,
@@ -185,11 +203,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as root:
         bed = prepare(options, Path(root))
-        nbytes, compute = even_link(bed, options.rounds)
-        links = []
-        for share in options.links:
-            found = measure_link(bed, share * nbytes / compute, options.rounds)
-            links.append({"of_even": share, **found})
+        links = [measure_link(bed, share, options.rounds) for share in options.links]
     return {
         **header("bench.planner.disk", arguments),
         "title": bed.shape.title,
@@ -197,8 +211,6 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
         "mask_ratio": options.ratio,
         "steps": options.steps,
         "rounds": options.rounds,
-        "bytes_read_per_step": nbytes,
-        "compute_seconds_per_step": compute,
         "links": links,
         "wanted": f"planned within {WANTED} of resident where reads take as long as compute",
         "met": all(
@@ -231,7 +243,9 @@ def main(arguments: Sequence[str]) -> int:
         prog="bench.planner.disk", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--shape", default="c", choices=sorted(shapes.SHAPES))
-    parser.add_argument("--links", type=float, nargs="+", default=[1.0, 0.5], help="of the even one")
+    parser.add_argument(
+        "--links", type=float, nargs="+", default=[1.0, 0.5, 0.25], help="of the even one"
+    )
     parser.add_argument("--ratio", type=float, default=0.11)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)

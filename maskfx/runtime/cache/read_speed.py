@@ -9,7 +9,7 @@ import numpy as np
 
 KEPT = 64  # reads
 ENOUGH = 1 << 18  # bytes of reads from which seconds can be predicted
-DIGITS = 0.1  # in predictions: times a power of 10 % are told apart, others are equal
+DIGITS = 0.1  # in predictions: seconds are rounded to powers of about 10 %
 
 
 class ReadSpeed:

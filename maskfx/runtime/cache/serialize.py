@@ -24,7 +24,14 @@ from torch import Tensor
 from maskfx.errors import CacheError
 from maskfx.ir.json_values import Document, Json
 from maskfx.runtime.cache.quantize import LOSSLESS, STEPS, Encoding, Format, Packed, pack
-from maskfx.runtime.cache.rows import InterpolatedRows, Rows, RowSubset, StoredRows, in_memory, whole
+from maskfx.runtime.cache.rows import (
+    InterpolatedRows,
+    Rows,
+    RowSubset,
+    StoredRows,
+    in_memory,
+    whole,
+)
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache
 from maskfx.runtime.sites.masks import Masks
 

@@ -82,9 +82,7 @@ class Choices:
 
     def trade(self, costs: Costs) -> LoadTrade | None:
         """Return what may be loaded or computed again; None for a member that loads nothing."""
-        keys, inputs = (
-            total(self.moved.get(name, {}).values()).nbytes for name in (KEYS, INPUT)
-        )
+        keys, inputs = (total(self.moved.get(name, {}).values()).nbytes for name in (KEYS, INPUT))
         if not keys or not costs.load_slope:
             return None
         again = sum(menu[-1].compute_seconds - menu[0].compute_seconds for menu in self.menus)

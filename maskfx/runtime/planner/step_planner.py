@@ -165,9 +165,11 @@ class StepPlanner:
         if self.latest is None:
             return self.known.describe()
         waits = sum(stop - begin for begin, stop in self.latest.bubbles)
-        rows = "" if self.store is None else f", rows on disk read at {self.store.describe()}"
+        costs = self.known.describe()
+        if self.store is not None:
+            costs += f", rows on disk read at {self.store.describe()}"
         return (
-            f"{self.known.describe()}{rows}; latest step: {self.again[0]} of {self.again[1]} keys and "
+            f"{costs}; latest step: {self.again[0]} of {self.again[1]} keys and "
             f"values projected again, {1e3 * self.latest.end:.1f} ms predicted, of which "
             f"{1e3 * waits:.1f} ms wait for loads"
         )

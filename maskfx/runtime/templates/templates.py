@@ -226,7 +226,7 @@ class Templates:
     @property
     def _in_parts(self) -> bool:
         """Whether rows on disk are read by plans, instead of whole steps."""
-        return self.denoiser.planner is not None and self.denoiser.loader is not None
+        return bool(self.denoiser.settings.plans and self.denoiser.planner is not None)
 
     @cached_property
     def _revision(self) -> str:

@@ -21,10 +21,10 @@ from maskfx.runtime.cache.step_cache import has_unread
 from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.stored_steps import decode_parts
 from maskfx.runtime.cache.tiers import Tiers
+from maskfx.runtime.planner.blocks import find_blocks
 from maskfx.runtime.planner.calibration import one_batch
 from maskfx.runtime.planner.choices import INPUT, KEYS, choices_of_member
 from maskfx.runtime.planner.costs import Costs
-from maskfx.runtime.planner.blocks import find_blocks
 from maskfx.runtime.planner.step_planner import StepPlanner
 from tests.factories import masks
 from tests.factories.zoo import ZOO, Case, slow_unet
@@ -257,16 +257,24 @@ def test_any_damage_is_found_when_it_is_read() -> None:
         broken = bytearray(payload)
         broken[at] ^= 1
         parts = MemoryParts(bytes(broken))
-        with pytest.raises(CacheError):
-            got = decode_parts(parts)
-            if got is None:  # the checksums themselves are gone: it is read whole, with its hash
-                raise CacheError("no checksums")
-            for rows in got.rows.values():
-                whole(rows)
-            wanted = decode(payload)
-            same = got.program == wanted.program and torch.equal(got.output[0], wanted.output[0])
-            raise CacheError("nothing is damaged") if same and at < base else AssertionError(at)
+        assert not whole_from(parts) or is_padding(payload[:base], at), at
         assert at < base or parts.damaged
+
+
+def whole_from(parts: MemoryParts) -> bool:
+    """Return True if a step is read from parts, with all its rows; None means: read it whole."""
+    try:
+        got = decode_parts(parts)
+        for rows in () if got is None else got.rows.values():
+            whole(rows)
+    except CacheError:
+        return False
+    return got is not None
+
+
+def is_padding(header: bytes, at: int) -> bool:
+    """Return True for what the header doesn't mean: spaces at its end."""
+    return not header[at:].strip(b" ")
 
 
 def test_a_step_without_checksums_is_read_whole() -> None:
