@@ -253,6 +253,8 @@ def pick(
 
 def device_of(rows: Rows) -> torch.device:
     """Return the device of rows; of interpolated rows, that of the first step."""
+    if isinstance(rows, InterpolatedRows):
+        return device_of(rows.first)
     if isinstance(rows, StoredRows) and not rows.value.is_read:
         return CPU
     return tensors_of(rows)[0].device

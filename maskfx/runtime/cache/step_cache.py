@@ -24,6 +24,7 @@ from maskfx.runtime.cache.rows import (
     RowSubset,
     StoredRows,
     by_element,
+    in_memory,
     mapped,
     memory_of,
     packed,
@@ -228,6 +229,7 @@ def _pack_all(rows: Mapping[str, Rows], wanted: Callable[[str], Format]) -> dict
     done: dict[tuple[object, ...], Packed] = {}
 
     def packed_one(tap: str, value: Rows) -> Rows:
+        value = in_memory(value)
         if isinstance(value, Tensor):
             return _pack_once(value, wanted(tap), done)
         if isinstance(value, RowSubset) and isinstance(value.rows, Tensor):
