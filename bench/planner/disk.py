@@ -231,7 +231,7 @@ def tell(result: dict[str, Any]) -> str:
             [
                 f"{link['of_even']:g}",
                 f"{link['bytes_per_second'] / 1e6:.0f}",
-                *(f"{link['over_resident'][side]['median']:.2f}" for side in SIDES[1:]),
+                *(f"{link['over_resident'][side]['median']:.2f}" for side in sides),
                 f"{link['projected_again']:.0%}",
                 f"{read['planned'] / 1e6:.1f}",
             ]
