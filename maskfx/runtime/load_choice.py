@@ -65,7 +65,7 @@ class LoadChoice:
             if self._given.plans is None:
                 return (
                     "when they are read, without a plan: they lie in the memory that the denoiser "
-                    "computes in, so there is nothing to hide"
+                    "computes in, so there is nothing to hide; steps on disk are read whole before"
                 )
             return "when they are read: it is compiled without a loader"
         if planner is None or not self.settings.plans:

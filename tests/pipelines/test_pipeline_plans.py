@@ -12,6 +12,8 @@ import maskfx.runtime.denoiser
 import maskfx.runtime.validation.validate
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.runtime.cache.read_speed import ReadSpeed
+from maskfx.runtime.cache.step_cache import has_unread
 from maskfx.runtime.planner.blocks import find_blocks
 from maskfx.runtime.planner.calibration import one_batch
 from maskfx.runtime.planner.choices import INPUT
@@ -97,6 +99,28 @@ def test_loads_over_a_link_are_planned_by_default(tmp_path: Path) -> None:
     assert "by a plan per batch (costs measured in" in text
     assert "keys and values projected again" in text
     loader.close()
+
+
+def test_rows_on_disk_are_read_by_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that finds a template on disk reads what its plans choose."""
+
+    def compiled() -> Any:
+        tiers = maskfx.Tiers(maskfx.Store(tmp_path), host_bytes=1 << 30)
+        module = PIPES[NAME].build()
+        return maskfx.compile(module, plans=True, tiers=tiers, quality="all-steps")
+
+    wanted = edit(compiled())  # records
+    pipe = compiled()
+    monkeypatch.setattr(ReadSpeed, "line", property(lambda _: (0.0, 1e-3)))
+    edit(pipe)  # measures the other costs, for which it reads the rows of a step
+    seen = steps_of(pipe, monkeypatch)
+    found = edit(pipe)
+    assert abs(found - wanted).max() <= 1, "a plan changed the picture"
+    later = seen[1:]
+    assert later
+    assert all(step.plan for step in later), f"nothing is {INPUT}, from a slow disk"
+    assert all(has_unread(step.cache) for step in later), "keys and values were read too"
+    assert "rows on disk read at" in maskfx.explain(pipe)
 
 
 def test_plans_can_be_turned_off_over_a_link() -> None:

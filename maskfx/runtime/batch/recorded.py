@@ -20,7 +20,14 @@ from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.rows import index_rows
 from maskfx.runtime.cache.places import Picks
 from maskfx.runtime.cache.quantize import Packed
-from maskfx.runtime.cache.rows import InterpolatedRows, Rows, RowSubset, RowTables, pick
+from maskfx.runtime.cache.rows import (
+    InterpolatedRows,
+    Rows,
+    RowSubset,
+    RowTables,
+    in_memory,
+    pick,
+)
 from maskfx.runtime.cache.shared_rows import SharedRows, shared_rows
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.hardware.devices import moved, read_here
@@ -87,7 +94,7 @@ class RecordedRows:
         for member, index in zip(members, picks(), strict=True):
             if member.cache is None or not len(index):  # the cache may lack the tap
                 continue
-            kept = self.of(member.cache, tap)
+            kept = in_memory(self.of(member.cache, tap))
             if isinstance(kept, RowSubset):
                 yield kept.rows, self.tables.places(kept, index)
             else:

@@ -13,6 +13,7 @@ from maskfx.runtime.cache.entry_store import EntryStore
 from maskfx.runtime.cache.serialize import decode, encode
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.store_entry import EntryKey
+from maskfx.runtime.cache.stored_steps import decode_parts
 
 
 class DiskTier:
@@ -43,10 +44,23 @@ class DiskTier:
         damaged = self.store.counters.corrupt if self.store is not None else 0
         return damaged + self._unreadable
 
-    def get(self, key: EntryKey, expires: bool) -> StepCache | None:
-        """Read a step; None on a miss. An entry that can't be decoded is removed."""
+    def get(self, key: EntryKey, expires: bool, in_parts: bool = False) -> StepCache | None:
+        """Read a step; None on a miss. An entry that can't be decoded is removed.
+
+        With `in_parts`, its rows are read when they are used, if it was stored for that.
+        """
+        if self.store is None:
+            return None
         ttl = self._ttl if expires else None
-        payload = None if self.store is None else self.store.get(key, ttl)
+        parts = self.store.parts(key, ttl) if in_parts else None
+        if parts is not None:
+            try:
+                found = decode_parts(parts)
+            except CacheError:  # read as a whole, which finds what is damaged
+                found = None
+            if found is not None:
+                return found
+        payload = self.store.get(key, ttl)
         if payload is None:
             return None
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from maskfx.runtime.cache.entry_parts import EntryParts
 from maskfx.runtime.cache.store import Report, StoreCounters
 from maskfx.runtime.cache.store_entry import Buffer, EntryKey, StoreEntry
 
@@ -21,6 +22,10 @@ class EntryStore(Protocol):
 
     def get(self, key: EntryKey, ttl: float | None = None) -> bytearray | None:
         """Return the payload, or None; with `ttl`, an entry unused for longer is removed."""
+        ...
+
+    def parts(self, key: EntryKey, ttl: float | None = None) -> EntryParts | None:
+        """Return the payload to be read in parts; None if the entry is absent, or read whole."""
         ...
 
     def touch(self, key: EntryKey) -> bool:

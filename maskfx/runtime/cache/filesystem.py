@@ -83,6 +83,13 @@ class Disk:
             done += count
         return done
 
+    def read_at(self, file: int, into: memoryview, offset: int) -> int:
+        """Fill a buffer from a place in the file and return the bytes read, fewer at its end."""
+        done = 0
+        while done < len(into) and (count := os.preadv(file, [into[done:]], offset + done)):
+            done += count
+        return done
+
     def status(self, file: int | Path) -> os.stat_result:
         return os.fstat(file) if isinstance(file, int) else os.lstat(file)
 

@@ -11,11 +11,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from threading import RLock
 
 from maskfx.ir.lru import LruCache
 from maskfx.runtime.cache.bounded_calls import RemoteAccess, Unavailable, open_remote
+from maskfx.runtime.cache.read_speed import ReadSpeed
 from maskfx.runtime.cache.remote_entries import (
     PARALLEL,
     STATUSES,
@@ -24,6 +26,7 @@ from maskfx.runtime.cache.remote_entries import (
     folder_of,
     pieces_of,
 )
+from maskfx.runtime.cache.remote_parts import RemoteParts, open_parts, read_whole
 from maskfx.runtime.cache.remote_queue import Action, ActionQueue, Removal, Write, size_of, start
 from maskfx.runtime.cache.store import Report, StoreCounters
 from maskfx.runtime.cache.store_entry import (
@@ -67,7 +70,7 @@ class RemoteStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.url = url
-        self.counters = StoreCounters()
+        self.counters, self.speed = StoreCounters(), ReadSpeed()
         access = open_remote(url) if access is None else access
         self.entries = RemoteEntries(access.objects)
         self.reads, self.writes = access.reads, access.writes
@@ -120,17 +123,16 @@ class RemoteStore:
 
     async def _act(self, digest: bytes, action: Action) -> None:
         """Write or remove an entry; failures are counted, and logged once."""
-        entries = self.entries
         try:
             if isinstance(action, Removal):
                 found = await self.writes.run_in_loop(
-                    lambda: entries.remove(digest, action.only), 1 + PARALLEL
+                    lambda: self.entries.remove(digest, action.only), 1 + PARALLEL
                 )
                 self._count(removed=int(found and action.only is None))
                 return
             size = len(action.payload)
             await self.writes.run_in_loop(
-                lambda: entries.write(digest, action.payload), 2 + pieces_of(size)
+                lambda: self.entries.write(digest, action.payload), 2 + pieces_of(size)
             )
         except Unavailable:
             self._count(failed_writes=1)
@@ -162,17 +164,25 @@ class RemoteStore:
         self._note(digest, ttl)
         return payload
 
+    def parts(self, key: EntryKey, ttl: float | None = None) -> RemoteParts | None:
+        """Return the payload to be read in parts, or None: written entries, without a `ttl`."""
+        digest = key.digest()
+        if ttl is not None or self._queue.of(digest) is not None:
+            return None
+        self._note(digest)
+        damaged = partial(self._corrupt, digest, why=CorruptEntry("a part has another hash"))
+        return open_parts(self.entries, self.reads, digest, self.speed, damaged)
+
     def _read(self, digest: bytes, ttl: float | None) -> bytearray | None:
-        entries = self.entries
         for last in (False, True):
-            index = self.reads.run(lambda: entries.index(digest))
+            index = self.reads.run(lambda: self.entries.index(digest))
             if index is None:
                 return None
             try:
                 length, hashed = index.parsed(digest)
                 if ttl is not None and self._expired(digest, index, ttl):
                     return None
-                payload = self._payload(digest, length, hashed)
+                payload = read_whole(self.entries, self.reads, digest, length, hashed)
                 if payload is None:
                     if not last:  # the entry may have been replaced or removed meanwhile
                         continue
@@ -185,15 +195,6 @@ class RemoteStore:
             self._see(digest, HEADER.size + length)
             return payload
         return None
-
-    def _payload(self, digest: bytes, length: int, hashed: bytes) -> bytearray | None:
-        """Read a payload; None if it is absent or has another length."""
-        entries = self.entries
-        if not self.reads.run(lambda: entries.has_payload(digest, length, hashed)):
-            return None
-        into = bytearray(length)
-        turns = 2 + pieces_of(length) // PARALLEL
-        return into if self.reads.run(lambda: entries.read(digest, hashed, into), turns) else None
 
     def _expired(self, digest: bytes, index: EntryIndex, ttl: float) -> bool:
         """Return True if an entry is unused for longer than `ttl`; it is removed then."""

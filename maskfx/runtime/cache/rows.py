@@ -1,4 +1,4 @@
-"""Rows of a recorded step: in full, packed, of some sites only, or interpolated between two steps.
+"""Rows of a recorded step: in full, packed, of some sites only, interpolated, or not read yet.
 
 From each of these, the rows of any site that is kept can be read in full precision. Knows nothing
 of programs, files and tiers.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 import xxhash
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from maskfx.errors import CacheError
 from maskfx.runtime.cache.quantize import Format, Packed, pack, select
-from maskfx.runtime.hardware.devices import Tables, moved, read_here
+from maskfx.runtime.cache.read_speed import ReadSpeed
+from maskfx.runtime.hardware.devices import CPU, Tables, moved, read_here
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +113,95 @@ class InterpolatedRows:
         return torch.lerp(first, second, self.weight) if first.is_floating_point() else first
 
 
-Rows = Tensor | Packed | RowSubset | InterpolatedRows
+class StoredValue(Protocol):
+    """Rows in a store, read once; several taps may be made of the same ones."""
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes in the store."""
+        ...
+
+    @property
+    def is_read(self) -> bool: ...
+
+    @property
+    def speed(self) -> ReadSpeed:
+        """How fast the store is read."""
+        ...
+
+    def read(self) -> Tensor | Packed:
+        """Return the rows, from memory after the first call; raise CacheError if they are gone."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRows:
+    """Rows that lie in a store, and are read when they are first used.
+
+    Args:
+        value: The rows in the store.
+        shown: Rows without values (on the device `meta`) of the same shape and format.
+        made: Makes these rows of those in the store.
+    """
+
+    value: StoredValue
+    shown: Tensor | Packed | RowSubset
+    made: Callable[[Tensor | Packed], Rows]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shown.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shown.nbytes
+
+    @property
+    def unread(self) -> int:
+        """Return the bytes that are still to be read from the store."""
+        return 0 if self.value.is_read else self.value.nbytes
+
+    @cached_property
+    def found(self) -> Rows:
+        """The rows in memory; the first use reads them."""
+        return self.made(self.value.read())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that hold the rows, without values before they are read."""
+        return tensors_of(self.found if self.value.is_read else self.shown)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> StoredRows:
+        """Return the rows with each tensor changed, e.g. moved, when it is read."""
+        made = self.made
+        return StoredRows(self.value, self.shown, lambda value: mapped(made(value), change))
+
+    def whole(self) -> Tensor:
+        return whole(self.found)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle rows in memory: another process may not have the store."""
+        return as_they_are, (self.found,)
+
+
+def as_they_are(rows: Rows) -> Rows:
+    return rows
+
+
+Rows = Tensor | Packed | RowSubset | InterpolatedRows | StoredRows
+
+
+def in_memory(rows: Rows) -> Tensor | Packed | RowSubset | InterpolatedRows:
+    """Return rows in memory; those in a store are read."""
+    while isinstance(rows, StoredRows):
+        rows = rows.found
+    return rows
+
+
+def stored_parts(rows: Rows) -> tuple[StoredValue, ...]:
+    """Return what has to be read from a store before these rows can be used."""
+    if isinstance(rows, InterpolatedRows):
+        return (*stored_parts(rows.first), *stored_parts(rows.second))
+    return (rows.value,) if isinstance(rows, StoredRows) and rows.unread else ()
 
 
 class RowTables(Tables):
@@ -147,6 +237,7 @@ def pick(
         some: Leave out sites whose rows weren't kept, instead of raising CacheError.
     """
     picks = picks or RowTables()
+    rows = in_memory(rows)
     if isinstance(rows, InterpolatedRows):
         first = pick(rows.first, index, device, picks, some)
         return rows.mixed(first, pick(rows.second, index, device or first.device, picks, some))
@@ -162,6 +253,10 @@ def pick(
 
 def device_of(rows: Rows) -> torch.device:
     """Return the device of rows; of interpolated rows, that of the first step."""
+    if isinstance(rows, InterpolatedRows):
+        return device_of(rows.first)
+    if isinstance(rows, StoredRows) and not rows.value.is_read:
+        return CPU
     return tensors_of(rows)[0].device
 
 
@@ -179,6 +274,8 @@ def memory_of(rows: Rows) -> tuple[Tensor, ...]:
     """Return all tensors that rows occupy: their values, and which sites they belong to."""
     if isinstance(rows, InterpolatedRows):
         return (*memory_of(rows.first), *memory_of(rows.second))
+    if isinstance(rows, StoredRows):
+        return memory_of(rows.found if rows.value.is_read else rows.shown)
     return (*tensors_of(rows), rows.sites) if isinstance(rows, RowSubset) else tensors_of(rows)
 
 
@@ -192,6 +289,10 @@ def by_element(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
     if isinstance(rows, InterpolatedRows):
         first, second = by_element(rows.first, change), by_element(rows.second, change)
         return InterpolatedRows(first, second, rows.weight)
+    if isinstance(rows, StoredRows):
+        made, shown = rows.made, by_element(rows.shown, change)
+        assert not isinstance(shown, InterpolatedRows | StoredRows), "values are of one step"
+        return StoredRows(rows.value, shown, lambda value: by_element(made(value), change))
     if isinstance(rows, RowSubset):
         inner = rows.rows
         changed = change(inner) if isinstance(inner, Tensor) else inner.mapped(change)
@@ -203,6 +304,8 @@ def row_bytes(rows: Rows) -> int:
     """Return the bytes of one site of every batch element, as they are stored."""
     if isinstance(rows, InterpolatedRows):
         return row_bytes(rows.first) + row_bytes(rows.second)
+    if isinstance(rows, StoredRows):
+        return row_bytes(rows.shown)
     inner = rows.rows if isinstance(rows, RowSubset) else rows
     return inner.nbytes // max(tensors_of(inner)[0].shape[1], 1)
 

@@ -11,24 +11,34 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import safetensors.torch
 import torch
+import xxhash
 from torch import Tensor
 
 from maskfx.errors import CacheError
 from maskfx.ir.json_values import Document, Json
 from maskfx.runtime.cache.quantize import LOSSLESS, STEPS, Encoding, Format, Packed, pack
-from maskfx.runtime.cache.rows import InterpolatedRows, Rows, RowSubset, whole
+from maskfx.runtime.cache.rows import (
+    InterpolatedRows,
+    Rows,
+    RowSubset,
+    StoredRows,
+    in_memory,
+    whole,
+)
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache
 from maskfx.runtime.sites.masks import Masks
 
 SCHEMA = 4  # goes into EntryKey.schema: raise it with every change of what is written
 DOCUMENT, LABELS = "maskfx", "maskfx.labels"
+# checksums: of each tensor, in the order of the names, and of what is written about the tensors
+SUMS, CHECK, SUM_BYTES = "maskfx.sums", "maskfx.check", 8
 LENGTH = struct.Struct("<Q")  # safetensors: the header's length, the header as JSON, the data
 
 
@@ -79,39 +89,15 @@ def encode(
         else [writer.add(cache.masks.ever), writer.add(cache.masks.always)],
     }
     metadata = {DOCUMENT: json.dumps(document), LABELS: json.dumps(dict(labels or {}))}
+    metadata[SUMS] = b"".join(sum_of(*one) for one in sorted(writer.tensors.items())).hex()
+    metadata[CHECK] = check_of(metadata)
     return safetensors.torch.save(writer.tensors, metadata)
 
 
 def decode(data: bytes | bytearray | memoryview) -> StepCache:
     """Decode a recorded step; a `bytearray` must not be changed afterwards, the step views it."""
     try:
-        reader = _Reader(data)
-        document = json.loads(reader.metadata[DOCUMENT])
-        if document["schema"] != SCHEMA:
-            raise CacheError(
-                f"a stored step has schema {document['schema']!r}, this maskfx reads {SCHEMA}; "
-                "record it again"
-            )
-        return StepCache(
-            document["program"],
-            {role: int(size) for role, size in document["sizes"].items()},
-            _dtype_of(document["dtype"]),
-            [reader.unpack(v) for v in document["output"]],
-            {name: reader.tensor(ref) for name, ref in document["step"].items()},
-            document["weights"],
-            [reader.unpack(v) for v in document["constants"]],
-            {tap: reader.rows(ref) for tap, ref in document["rows"].items()},
-            {
-                (tuple(s["segments"]), int(s["groups"])): SiteStats(
-                    reader.rows(s["values"]),
-                    *(reader.tensor(s[part]) for part in ("total", "centre", "size")),
-                )
-                for s in document["stats"]
-            },
-            given=[reader.unpack(v) for v in document["given"]],
-            adapters=tuple((str(d), float(w)) for d, w in document.get("adapters", ())),
-            masks=document["masks"] and Masks(*map(reader.tensor, document["masks"])),
-        )
+        return StepReader(data).step()
     except CacheError:
         raise
     except Exception as error:  # foreign bytes may fail in any way
@@ -119,6 +105,23 @@ def decode(data: bytes | bytearray | memoryview) -> StepCache:
             f"these {len(data)} bytes are no recorded step ({type(error).__name__}: {error}); "
             "drop them and record again"
         ) from error
+
+
+def sum_of(name: str, value: Tensor) -> bytes:
+    """Return a checksum of a stored tensor: its name, type, shape and bytes."""
+    return sum_of_bytes(name, NAMES[value.dtype], value.shape, _bytes_of(value))
+
+
+def sum_of_bytes(name: str, dtype: str, shape: Sequence[int], data: Any) -> bytes:
+    state = xxhash.xxh3_64(f"{name} {dtype} {list(shape)}".encode())
+    state.update(data)
+    return state.digest()
+
+
+def check_of(metadata: Mapping[str, str]) -> str:
+    """Return a checksum of what is written about the tensors, so that it can be read alone."""
+    text = "\0".join(metadata[key] for key in (DOCUMENT, LABELS, SUMS))
+    return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def read_labels(data: bytes | bytearray | memoryview) -> dict[str, str]:
@@ -152,6 +155,8 @@ class _Writer:
 
     def add(self, value: Rows, wanted: Format = Format.KEEP) -> dict[str, Json]:
         """Store rows or any other tensor; return a reference for the reader."""
+        if isinstance(value, StoredRows):
+            value = in_memory(value)
         if isinstance(value, RowSubset):
             return {**self.add(value.rows), "sites": self.add(value.sites)}
         if isinstance(value, InterpolatedRows):
@@ -208,26 +213,67 @@ class _Writer:
 PLAIN = (type(None), bool, int, float, str)
 
 
-class _Reader:
-    """Reads tensors of a safetensors file by their numbers, as views of its bytes."""
+class StepReader:
+    """Reads a step, and its tensors by their numbers, as views of the bytes of a safetensors file.
 
-    def __init__(self, data: bytes | bytearray | memoryview) -> None:
+    Args:
+        data: The file; of a file that is read in parts, at least its header.
+        nbytes: The bytes of the file, if they aren't all in `data`.
+    """
+
+    def __init__(self, data: bytes | bytearray | memoryview, nbytes: int | None = None) -> None:
         self._data = data if isinstance(data, bytearray) else bytearray(data)
         self._header, self._base = _header(memoryview(self._data))
+        self._end = len(self._data) if nbytes is None else nbytes
         self.metadata: Mapping[str, str] = self._header["__metadata__"]
+
+    def step(self) -> StepCache:
+        """Return the step."""
+        document = json.loads(self.metadata[DOCUMENT])
+        if document["schema"] != SCHEMA:
+            raise CacheError(
+                f"a stored step has schema {document['schema']!r}, this maskfx reads {SCHEMA}; "
+                "record it again"
+            )
+        return StepCache(
+            document["program"],
+            {role: int(size) for role, size in document["sizes"].items()},
+            _dtype_of(document["dtype"]),
+            [self.unpack(v) for v in document["output"]],
+            {name: self.tensor(ref) for name, ref in document["step"].items()},
+            document["weights"],
+            [self.unpack(v) for v in document["constants"]],
+            {tap: self.tap_rows(ref) for tap, ref in document["rows"].items()},
+            {
+                (tuple(s["segments"]), int(s["groups"])): SiteStats(
+                    self.rows(s["values"]),
+                    *(self.tensor(s[part]) for part in ("total", "centre", "size")),
+                )
+                for s in document["stats"]
+            },
+            given=[self.unpack(v) for v in document["given"]],
+            adapters=tuple((str(d), float(w)) for d, w in document.get("adapters", ())),
+            masks=document["masks"] and Masks(*map(self.tensor, document["masks"])),
+        )
+
+    def tap_rows(self, ref: Document) -> Rows:
+        """Return the rows of a tap."""
+        return self.rows(ref)
 
     def rows(self, ref: Document) -> Rows:
         """Return rows in the form in which they were written."""
         if "sites" in ref:
-            return RowSubset(self._rows(ref), self.tensor(ref["sites"]))
-        return self._rows(ref)
+            return RowSubset(self.values(ref), self.tensor(ref["sites"]))
+        return self.values(ref)
 
-    def _rows(self, ref: Document) -> Tensor | Packed:
+    def values(self, ref: Document, raw: Callable[[str], Tensor] | None = None) -> Tensor | Packed:
+        """Return the values of rows; `raw` returns a tensor of the file, by default read here."""
+        raw = raw or self.raw
         shape, format, dtype = ref["shape"], Format(ref["format"]), _dtype_of(ref["dtype"])
-        stored = self._raw(ref["at"])
+        stored = raw(ref["at"])
         if format is Format.KEEP:
             return (stored if stored.dtype == dtype else stored.view(dtype)).reshape(shape)
-        scale = self._raw(ref["at"] + ".scale") if format in STEPS else None
+        scale = raw(ref["at"] + ".scale") if format in STEPS else None
         width = prod(shape[2:]) // (2 if format is Format.INT4 else 1)
         values = stored.reshape(*shape[:2], width)
         return Packed(values, scale, format, dtype, tuple(shape[2:]))
@@ -236,19 +282,25 @@ class _Reader:
         """Return a tensor that isn't rows, in full precision."""
         return whole(self.rows(ref))
 
-    def _raw(self, name: str) -> Tensor:
+    def raw(self, name: str) -> Tensor:
+        """Return a tensor of the file by its name."""
+        begin, end, dtype, shape = self.place(name)
+        if begin == end:
+            return torch.empty(shape, dtype=dtype)
+        count = prod(shape)
+        return torch.frombuffer(self._data, dtype=dtype, count=count, offset=begin).reshape(shape)
+
+    def place(self, name: str) -> tuple[int, int, torch.dtype, list[int]]:
+        """Return where a tensor begins and ends in the file, its type and its shape."""
         entry = self._header[name]
         begin, end = entry["data_offsets"]
         dtype = DTYPES[entry["dtype"]]
         shape = [int(n) for n in entry["shape"]]
-        start, count = self._base + begin, prod(shape)
-        if min(shape, default=0) < 0 or not 0 <= begin <= end <= len(self._data) - self._base:
+        if min(shape, default=0) < 0 or not 0 <= begin <= end <= self._end - self._base:
             raise ValueError(f"tensor {name} lies at {begin}..{end}, outside of the data")
-        if count * dtype.itemsize != end - begin:
+        if prod(shape) * dtype.itemsize != end - begin:
             raise ValueError(f"tensor {name} has {end - begin} bytes for {shape} of {dtype}")
-        if not count:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._data, dtype=dtype, count=count, offset=start).reshape(shape)
+        return self._base + begin, self._base + end, dtype, shape
 
     def unpack(self, value: object) -> object:
         if not isinstance(value, dict):
@@ -293,6 +345,13 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def _bytes_of(value: Tensor) -> Any:
+    return value.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _plain(value: Tensor) -> Tensor:

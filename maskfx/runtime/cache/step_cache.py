@@ -2,12 +2,12 @@
 
 Per batch element and image site: rows that a window or an attention will read, in full precision
 or packed, statistics per group where only sums are needed, and the output. With `Masks`, only what
-edits with those masks can read. Everything stays in memory.
+edits with those masks can read. Rows may lie in a store until they are first used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -22,10 +22,13 @@ from maskfx.runtime.cache.rows import (
     InterpolatedRows,
     Rows,
     RowSubset,
+    StoredRows,
     by_element,
+    in_memory,
     mapped,
     memory_of,
     packed,
+    stored_parts,
     whole,
 )
 from maskfx.runtime.hardware.devices import moved
@@ -97,7 +100,7 @@ class StepCache:
 
     def nbytes(self) -> int:
         """Return the bytes that this cache holds."""
-        held = {t.data_ptr(): t.nbytes for rows in self.rows.values() for t in memory_of(rows)}
+        held = {place: n for rows in self.rows.values() for place, n in places_of(rows)}
         rest = sum(s.nbytes() for s in self.stats.values()) + sum(
             t.nbytes for t in self.sums.values()
         )
@@ -207,11 +210,26 @@ def changed(cache: StepCache, **changes: object) -> StepCache:
     return StepCache(**{**{f.name: getattr(cache, f.name) for f in fields(StepCache)}, **changes})
 
 
+def has_unread(cache: StepCache) -> bool:
+    """Return True if rows of the step are still to be read from a store."""
+    return any(map(stored_parts, cache.rows.values()))
+
+
+def places_of(rows: Rows) -> Iterator[tuple[int, int]]:
+    """Yield keys of the memory that rows occupy, or will when they are read, and its bytes."""
+    for value in stored_parts(rows):
+        yield id(value), value.nbytes
+    for tensor in memory_of(rows):
+        if not tensor.is_meta:
+            yield tensor.data_ptr(), tensor.nbytes
+
+
 def _pack_all(rows: Mapping[str, Rows], wanted: Callable[[str], Format]) -> dict[str, Rows]:
     """Return each tap's rows in its format; rows that share memory still share it."""
     done: dict[tuple[object, ...], Packed] = {}
 
     def packed_one(tap: str, value: Rows) -> Rows:
+        value = in_memory(value)
         if isinstance(value, Tensor):
             return _pack_once(value, wanted(tap), done)
         if isinstance(value, RowSubset) and isinstance(value.rows, Tensor):
@@ -250,7 +268,7 @@ def _once(change: Callable[[Tensor], Tensor]) -> Callable[[object], Any]:
             if place not in done or not value.numel():
                 done[place] = change(value)
             return done[place]
-        if isinstance(value, Packed | RowSubset | InterpolatedRows):
+        if isinstance(value, Packed | RowSubset | InterpolatedRows | StoredRows):
             return mapped(value, once)
         if type(value) in (list, tuple):
             return type(value)(map(once, value))

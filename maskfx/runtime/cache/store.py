@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
+from maskfx.runtime.cache.entry_parts import FileParts, header_in, length_in
 from maskfx.runtime.cache.filesystem import DISK, Disk
+from maskfx.runtime.cache.read_speed import ReadSpeed
 from maskfx.runtime.cache.store_entry import (
     DIGEST_SIZE,
     HEADER,
@@ -84,6 +86,7 @@ class Store:
 
     def __post_init__(self) -> None:
         self.root = Path(self.root)
+        self.speed = ReadSpeed()  # of parts
         self._lock = Lock()
         self._failing = False  # the last write failed: logged once
 
@@ -172,6 +175,31 @@ class Store:
             self._close(file)
         self._count(hits=1, bytes_read=HEADER.size + len(payload))
         return payload
+
+    def parts(self, key: EntryKey, ttl: float | None = None) -> FileParts | None:
+        """Return the payload to be read in parts, or None: the same entries as of `get`.
+
+        The hash of the whole isn't checked.
+        """
+        digest = key.digest()
+        path = self.path(digest)
+        try:
+            file = self.disk.open(path)
+        except OSError:
+            return None
+        try:
+            status, header = self.disk.status(file), header_in(self.disk, file)
+            length = length_in(header, digest) if stat.S_ISREG(status.st_mode) else None
+            old = ttl is not None and self.clock() - status.st_mtime > ttl
+            if old or length != status.st_size - HEADER.size:
+                return None
+            self._touch(file)
+        except OSError:
+            return None
+        finally:
+            self._close(file)
+        self._count(hits=1)
+        return FileParts(self.disk, path, header, length, self.speed, self._found_damaged)
 
     def touch(self, key: EntryKey) -> bool:
         """Mark an entry as used now; return True if it exists."""
@@ -327,6 +355,9 @@ class Store:
             return False
         self._count(removed=1)
         return True
+
+    def _found_damaged(self, path: Path) -> bool:
+        return self._corrupt(path, None)
 
     def _corrupt(self, path: Path, file: int | None) -> bool:
         """Count a damaged file, and remove it unless it was replaced meanwhile."""

@@ -22,7 +22,7 @@ from maskfx.runtime.cache.disk_tier import DiskTier
 from maskfx.runtime.cache.entry_store import EntryStore
 from maskfx.runtime.cache.movers import HostMover, Mover
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding
-from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.cache.step_cache import StepCache, has_unread
 from maskfx.runtime.cache.store_entry import EntryKey
 from maskfx.runtime.cache.tier_entry import FoundStep, Tier, TierCounters, TierEntry
 
@@ -104,22 +104,25 @@ class Tiers:
         if self._keep(key, cache, stored) is None and not stored:
             self._leave(key, cache)
 
-    def get(self, key: EntryKey) -> FoundStep | None:
-        """Return a recorded step and its tier, or None; move it to the fastest tier with room."""
-        cache, tier = self._fetch(key)
+    def get(self, key: EntryKey, parts: bool = False) -> FoundStep | None:
+        """Return a recorded step and its tier, or None; move it to the fastest tier with room.
+
+        With `parts`, the rows of a step on disk are read when they are used.
+        """
+        cache, tier = self._fetch(key, parts)
         if cache is None:
             with self._lock:
                 self._counters.misses += 1
             return None
         with self._lock:
             self._counters.hits[tier] += 1
-        if self._on_device:
+        if self._on_device and not has_unread(cache):
             cache = self._promote(key, cache)
         return FoundStep(cache, tier)
 
-    def prefetch(self, key: EntryKey) -> Future[bool]:
+    def prefetch(self, key: EntryKey, parts: bool = False) -> Future[bool]:
         """Read an entry into host memory in the background; the result is False on a miss."""
-        return self._readers.submit(lambda: self._fetch(key)[0] is not None)
+        return self._readers.submit(lambda: self._fetch(key, parts)[0] is not None)
 
     def pin(self, key: EntryKey) -> None:
         """Exempt an entry from eviction, even before it is cached; each pin needs one `unpin`."""
@@ -173,11 +176,11 @@ class Tiers:
 
     @property
     def room(self) -> int:
-        """Return the bytes that memory may hold, of the device and the host together."""
+        """Return the bytes that memory may hold."""
         return sum(self._budget.values())
 
     def where(self, key: EntryKey) -> Tier | None:
-        """Return the tier of an entry in memory, or None; doesn't count as use, reads nothing."""
+        """Return the tier of an entry in memory, or None; doesn't count as use."""
         with self._lock:
             return self._kept[key].tier if key in self._kept else None
 
@@ -195,7 +198,7 @@ class Tiers:
 
     # Lookup.
 
-    def _fetch(self, key: EntryKey) -> tuple[StepCache | None, Tier]:
+    def _fetch(self, key: EntryKey, parts: bool = False) -> tuple[StepCache | None, Tier]:
         """Return an entry from memory or disk; concurrent callers share one read from disk."""
         with self._lock:
             kept = self._kept.get(key)
@@ -216,7 +219,7 @@ class Tiers:
         if under_way is not None:
             return under_way.result(), Tier.DISK
         try:
-            cache = self._load(key, mine)
+            cache = self._load(key, mine, parts)
         except BaseException as error:
             self._end_loading(key, mine)
             mine.set_exception(error)
@@ -230,8 +233,8 @@ class Tiers:
             if self._loading.get(key) is mine:
                 del self._loading[key]
 
-    def _load(self, key: EntryKey, mine: Future[StepCache | None]) -> StepCache | None:
-        cache = self._disk.get(key, expires=not self._pins[key])
+    def _load(self, key: EntryKey, mine: Future[StepCache | None], parts: bool) -> StepCache | None:
+        cache = self._disk.get(key, not self._pins[key], parts)
         if cache is None:
             return None
         with self._lock:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -18,6 +19,7 @@ from maskfx.ir.sources import Cached
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
+from maskfx.runtime.cache.rows import StoredValue, stored_parts
 from maskfx.runtime.planner.blocks import GraphBlock
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.least_squares import Floats
@@ -30,15 +32,30 @@ KEYS, INPUT = "load keys and values", "load inputs, project again"
 Menu = tuple[BlockChoice, ...]
 
 
+class Load(NamedTuple):
+    """The bytes of an input that cross the link, and the seconds of reading their store before."""
+
+    nbytes: int
+    reading: float = 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """One member's choices in every block, and the bytes of each input that they load."""
+    """One member's choices in every block, and the loads of each input that they read.
+
+    Args:
+        menus: the choices, by block.
+        blocks: the blocks.
+        moved: loads by name of the choice and of the input.
+        everywhere: all sites, which a plan projects again.
+        kept: bytes of the recorded step.
+    """
 
     menus: tuple[Menu, ...]
     blocks: Sequence[GraphBlock]
-    moved: Mapping[str, Mapping[str, int]]  # by name of the choice and of the input
-    everywhere: Tensor | None  # all sites, which a plan projects again
-    kept: int = 0  # bytes of the recorded step
+    moved: Mapping[str, Mapping[str, Load]]
+    everywhere: Tensor | None
+    kept: int = 0
 
     @cached_property
     def names(self) -> set[str]:
@@ -57,15 +74,15 @@ class Choices:
         menus = []
         for block, menu, index in zip(self.blocks, self.menus, selection, strict=True):
             chosen, moved = menu[index], self.moved[menu[index].name]
-            left = sum(moved.get(name, 0) for name in block.names if name in pending)
-            if left != chosen.load_bytes:
-                chosen = dataclasses.replace(chosen, load_bytes=left, load_seconds=costs.load(left))
+            left = total(moved.get(name) for name in block.names if name in pending)
+            if left.nbytes != chosen.load_bytes:
+                chosen = dataclasses.replace(chosen, **loading(left, costs))  # type: ignore[arg-type]
             menus.append((chosen,))
         return dataclasses.replace(self, menus=tuple(menus))
 
     def trade(self, costs: Costs) -> LoadTrade | None:
         """Return what may be loaded or computed again; None for a member that loads nothing."""
-        keys, inputs = (sum(self.moved.get(name, {}).values()) for name in (KEYS, INPUT))
+        keys, inputs = (total(self.moved.get(name, {}).values()).nbytes for name in (KEYS, INPUT))
         if not keys or not costs.load_slope:
             return None
         again = sum(menu[-1].compute_seconds - menu[0].compute_seconds for menu in self.menus)
@@ -82,8 +99,13 @@ class Choices:
         )
 
 
-def loading(nbytes: float, costs: Costs) -> dict[str, float]:
-    return {"load_bytes": nbytes, "load_seconds": costs.load(nbytes)}
+def total(loads: Iterable[Load | None]) -> Load:
+    found = [load for load in loads if load is not None]
+    return Load(sum(load.nbytes for load in found), sum(load.reading for load in found))
+
+
+def loading(load: Load, costs: Costs) -> dict[str, float]:
+    return {"load_bytes": load.nbytes, "load_seconds": costs.load(load.nbytes) + load.reading}
 
 
 def choices_of_member(
@@ -99,10 +121,14 @@ def choices_of_member(
         KEYS: member.sites,
         INPUT: with_plan(member.sites, {b.region: everywhere for b in blocks if b.region}),
     }
-    moved = {KEYS: bytes_of(program, member, member.sites, program.interface.inputs)}
+    order = list(dict.fromkeys(name for block in blocks for name in block.names))
     chosen = {name for block in blocks if block.region for name in block.names}
-    fixed = {name: nbytes for name, nbytes in moved[KEYS].items() if name not in chosen}
-    moved[INPUT] = fixed | bytes_of(program, member, sides[INPUT], chosen)
+    loads = {name: loads_of(program, member, own, order) for name, own in sides.items()}
+    fixed = {name: load for name, load in loads[KEYS].items() if name not in chosen}
+    moved = {
+        KEYS: loads[KEYS],
+        INPUT: fixed | {name: load for name, load in loads[INPUT].items() if name in chosen},
+    }
     seconds = {
         name: costs.compute(work_of(blocks, sites, member.batch)) for name, sites in sides.items()
     }
@@ -111,7 +137,7 @@ def choices_of_member(
             BlockChoice(
                 name,
                 compute_seconds=float(seconds[name][n]),
-                **loading(sum(moved[name].get(each, 0) for each in block.names), costs),  # type: ignore[arg-type]
+                **loading(total(map(moved[name].get, block.names)), costs),  # type: ignore[arg-type]
             )
             for name in names_of(program, member, block.region)
         )
@@ -134,20 +160,34 @@ def with_plan(sites: ActiveSites, regions: Mapping[int, Mask]) -> ActiveSites:
     return ActiveSites(sites.pyramid, sites.sizes, sites.mask, {**sites.regions, **regions})
 
 
-def bytes_of(
-    program: Program, member: Member, sites: ActiveSites, names: Iterable[str]
-) -> dict[str, int]:
-    """Return the bytes of those of these inputs that are loaded for one member."""
+def loads_of(
+    program: Program, member: Member, sites: ActiveSites, names: Sequence[str]
+) -> dict[str, Load]:
+    """Return the loads of those of these inputs that are loaded for one member.
+
+    `names` are in the order in which they are read: rows that several inputs are made of are read
+    from a store for the first one.
+    """
     alone = dataclasses.replace(member, sites=sites)
     frame = Frame(program.interface, Layout((sites,), (member.batch,)), member.device)
     assert member.cache is not None
-    sources = ((name, program.interface.inputs[name]) for name in names)
-    kept = {
-        name
-        for name, source in sources
-        if isinstance(source, Cached) and source.tap in member.cache.rows
-    }
-    return frame.loaded_bytes([alone], kept)
+    kept, inputs = member.cache.rows, program.interface.inputs
+    taps = {n: s.tap for n in names if isinstance(s := inputs[n], Cached) and s.tap in kept}
+    found, read = {}, set[int]()
+    for name, nbytes in frame.loaded_bytes([alone], taps).items():
+        reading = 0.0
+        for part in stored_parts(kept[taps[name]]):
+            if id(part) not in read:
+                read.add(id(part))
+                reading += seconds_of(part)
+        found[name] = Load(nbytes, reading)
+    return found
+
+
+def seconds_of(part: StoredValue) -> float:
+    """Return the seconds of reading rows from their store; 0 before its speed is known."""
+    fixed, slope = part.speed.line or (0.0, 0.0)
+    return fixed + slope * part.nbytes
 
 
 def work_of(blocks: Sequence[GraphBlock], sites: ActiveSites, batch: int) -> Floats:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import compress, cycle, islice
+from itertools import islice
 from operator import itemgetter
 
 import numpy as np
@@ -81,7 +81,8 @@ class _Loom:
         _, members, choices = tables.compute.shape
         alone, dead = (first + threads for first in tables.first)
         live = dead + members * choices
-        gone = np.swapaxes(1.0 - tables.before(threads, problem.start.live), 0, 1)
+        before = tables.before(threads, problem.start.live)
+        gone = np.swapaxes(1.0 - before, 0, 1)
 
         def by_thread(values: Floats) -> Floats:
             with_stream, without = values.take(live), values.take(dead)
@@ -95,15 +96,21 @@ class _Loom:
         columns[0], columns[1] = load, by_thread(tables.staged)
         columns[2] = (tables.compute.take(alone).sum(-1) + tables.fixed).T[:, None]
         columns[3:] = rest[:, :, None]
-        every = zip(cycle(range(len(threads))), *columns.reshape(3 + ROWS, -1).tolist())
-        like = (threads[:, None] == threads).all(-1).argmax(0).T  # first thread of equal choices
-        differs = like == np.arange(len(threads))
-        shown = np.broadcast_to(differs[:, None], load.shape).ravel().tolist()
-        ways = compress(every, shown)
-        counts = differs.sum(1).tolist()
-        return _Loom(
-            [[list(islice(ways, count)) for _ in threads] for count in counts], early.tolist()
-        )
+        own, past = first_alike(threads), first_alike(before)
+        every = np.arange(len(threads))
+        shown = (past == every)[:, :, None] & (own == every)[:, None]
+        ways = zip(shown.nonzero()[2].tolist(), *columns[:, shown].tolist(), strict=True)
+        by_block = []
+        for firsts, count in zip(past.tolist(), (own == every).sum(1).tolist(), strict=True):
+            known = {first: list(islice(ways, count)) for first in dict.fromkeys(firsts)}
+            by_block.append([known[first] for first in firsts])
+        return _Loom(by_block, early.tolist())
+
+
+def first_alike(values: Ints) -> Ints:
+    """Return, by block and thread, the first thread with equal values of all members there."""
+    found: Ints = (values[:, None] == values).all(-1).argmax(0).T
+    return found
 
 
 def _bounds_by_thread(
@@ -269,6 +276,8 @@ def algorithm_1(
         load, compute = start.load, start.compute
         cached = []
         for (seconds, short), full in zip(costs, without, strict=True):
+            if best is not None and compute >= best.end:
+                break
             loaded = max(load + seconds, compute) + short
             cached.append(loaded <= compute + full)
             if cached[-1]:

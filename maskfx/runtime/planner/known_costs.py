@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 FOLDER = "costs"
 SECONDS = 10.0  # of a calibration, about; it runs once per program and machine
+REPEATS = (
+    5  # measured runs per batch, as far as there is time: fewer predict worse on busy machines
+)
 
 
 @dataclass
@@ -80,7 +83,7 @@ class KnownCosts:
         try:
             with progress.work("calibration", f"calibration of {name}", 1):
                 costs = calibrate(
-                    self.denoiser, trial_batches(self.denoiser, alone), repeats=2, seconds=SECONDS
+                    self.denoiser, trial_batches(self.denoiser, alone), REPEATS, SECONDS
                 )
         except Exception as error:  # an edit is never worse off than without plans
             self._origins[program.code] = f"no plans: {type(error).__name__}: {error!s:.200}"

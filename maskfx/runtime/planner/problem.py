@@ -176,9 +176,15 @@ class CostTables:
 
     def costs(self, selection: Ints, live: bool) -> list[Cost]:
         """Return the same as `batch_costs`, from the tables."""
-        load, compute = self.sums(selection, live)
-        staged = self.staged.take(self.places(selection, live)[1]).sum(1)
-        return list(map(Cost, load.tolist(), staged.tolist(), compute.tolist()))
+        return self._costs_at(*self.places(selection, live))
+
+    def _costs_at(self, alone: Ints, by_stream: Ints) -> list[Cost]:
+        sums = (
+            self.load.take(by_stream).sum(1).tolist(),
+            self.staged.take(by_stream).sum(1).tolist(),
+            (self.compute.take(alone).sum(1) + self.fixed).tolist(),
+        )
+        return list(map(Cost, *sums))
 
     def kept_by(self, selections: Ints, live: bool) -> Floats:
         """Return (..., tiers): bytes that a template keeps for a selection."""
@@ -191,11 +197,12 @@ class CostTables:
     def tried(self, selection: Ints, problem: Problem) -> SearchResult | None:
         """Simulate a selection; return None if it violates a constraint."""
         live = problem.start.live
-        if self.closed.take(self.places(selection, live)[1]).any():
+        alone, by_stream = self.places(selection, live)
+        if self.closed.take(by_stream).any():
             return None
-        if (self.kept_by(selection, live) > problem.budgets).any():
+        if self.tiers and (self.kept_by(selection, live) > problem.budgets).any():
             return None
-        costs = self.costs(selection, live)
+        costs = self._costs_at(alone, by_stream)
         if max(cost.staged for cost in costs) > problem.buffer_bytes:
             return None
         return SearchResult(selection, run_streams(costs, problem.buffer_bytes, problem.start))
@@ -258,8 +265,10 @@ def _numbers(blocks: tuple[BlockTimes, ...], tiers: int) -> tuple[Floats, NDArra
     choices = list(chain.from_iterable(menus))
     lengths = np.array(list(map(len, menus))).reshape(len(blocks), -1)
     known = np.arange(lengths.max()) < lengths[..., None]
-    numbers = np.zeros((len(NUMBERS) + 2 * tiers, *known.shape))
     packed = np.frombuffer(b"".join([choice.packed for choice in choices]))
+    if known.all() and not tiers:
+        return np.moveaxis(packed.reshape(*known.shape, len(NUMBERS)), -1, 0).copy(), known
+    numbers = np.zeros((len(NUMBERS) + 2 * tiers, *known.shape))
     numbers[: len(NUMBERS), known] = packed.reshape(-1, len(NUMBERS)).T
     if tiers:
         kept = [_padded(choice.kept_bytes, tiers) for choice in choices]

@@ -19,7 +19,7 @@ from maskfx.errors import InputError
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.member import Member
-from maskfx.runtime.cache.rows import device_of
+from maskfx.runtime.cache.read_speed import ReadSpeed
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.planner.blocks import GraphBlock, find_blocks
@@ -27,6 +27,7 @@ from maskfx.runtime.planner.calibration import one_batch
 from maskfx.runtime.planner.choices import INPUT, Choices, choices_of_member
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.known_costs import KnownCosts
+from maskfx.runtime.planner.member_facts import facts_of, speed_of
 from maskfx.runtime.planner.plan import QUICK, Plan, plan
 from maskfx.runtime.planner.timeline import NOW, BlockTimes, Start, Timeline, simulate
 from maskfx.runtime.planning import LoadTrade
@@ -107,6 +108,7 @@ class StepPlanner:
     widths: Sequence[int] = QUICK
     latest: Timeline | None = None  # of the step that was planned last
     again: tuple[int, int] = (0, 0)  # of the latest plan: projected again, of all that may be
+    store: ReadSpeed | None = None  # of the store that rows were read from by a plan
     _blocks: dict[Hashable, list[GraphBlock]] = field(default_factory=dict)
     _choices: LruCache[tuple[Any, ...], Choices] = field(default_factory=lambda: LruCache(CHOICES))
     _batches: LruCache[tuple[int, ...], KnownBatch] = field(
@@ -163,8 +165,11 @@ class StepPlanner:
         if self.latest is None:
             return self.known.describe()
         waits = sum(stop - begin for begin, stop in self.latest.bubbles)
+        costs = self.known.describe()
+        if self.store is not None:
+            costs += f", rows on disk read at {self.store.describe()}"
         return (
-            f"{self.known.describe()}; latest step: {self.again[0]} of {self.again[1]} keys and "
+            f"{costs}; latest step: {self.again[0]} of {self.again[1]} keys and "
             f"values projected again, {1e3 * self.latest.end:.1f} ms predicted, of which "
             f"{1e3 * waits:.1f} ms wait for loads"
         )
@@ -278,6 +283,7 @@ class StepPlanner:
         """Return one member's choices in every block, cached: equal for all steps of a request."""
         key = (program.code, member.sites, member.batch, *facts_of(member), costs)
         blocks = self._blocks_of(program, member.sites)
+        self.store = speed_of(member) or self.store
         return self._choices.find(key, lambda: choices_of_member(program, blocks, member, costs))
 
     def _batch_of(self, each: Sequence[Choices], costs: Costs) -> KnownBatch:
@@ -318,15 +324,6 @@ def plan_surely(
     if timeline.end > found.end * (1 + SURE):
         return found
     return Plan(first, timeline, found.bound)
-
-
-def facts_of(member: Member) -> tuple[object, ...]:
-    """Return the facts of a member's recording that its choices depend on: bytes, and where."""
-    if member.cache is None:
-        return ()
-    rows = member.cache.rows.values()
-    where = {device_of(each) for each in list(rows)[:1]}  # an entry lies in one tier
-    return sum(each.nbytes for each in rows), *where, member.written is None
 
 
 def key_of(step: AnyStep) -> tuple[int, int]:

@@ -146,7 +146,7 @@ class Templates:
         """Return the recording that serves this step, or None."""
         known = self.denoiser.fingerprint() if weights is None else weights
         keys = [self.key(template, n, branch, known) for n in (step, *self._around(step))]
-        found = [self.tiers.get(key) for key in keys]
+        found = [self.tiers.get(key, self._in_parts) for key in keys]
         own, *around = (one.cache if one is not None else None for one in found)
         if not around or around[0] is None or around[-1] is None:
             return None if around else own
@@ -181,8 +181,12 @@ class Templates:
         return EditStep(inputs, mask, cache, any_step=not self.wants(step), wide=wide or {})
 
     def prefetch(self, template: str, steps: Iterable[int], branch: str = "") -> list[Future[bool]]:
-        """Prefetch steps into memory in the background, in this order."""
-        return [self.tiers.prefetch(key) for key in self._keys(template, steps, branch)]
+        """Prefetch steps into memory in the background, in this order.
+
+        Where a planner chooses what is read of their rows, all but the rows.
+        """
+        keys = self._keys(template, steps, branch)
+        return [self.tiers.prefetch(key, self._in_parts) for key in keys]
 
     def in_memory(self, template: str, step: int, branch: str = "") -> bool:
         """Whether all entries that serve this step are on the device or the host."""
@@ -218,6 +222,11 @@ class Templates:
         if self.steps is None:
             return (before,)
         return before, min(before + self.share, self.steps - 1)
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether rows on disk are read by plans, instead of whole steps."""
+        return bool(self.denoiser.settings.plans and self.denoiser.planner is not None)
 
     @cached_property
     def _revision(self) -> str:

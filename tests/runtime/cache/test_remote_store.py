@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from maskfx.cli import main as cli
-from maskfx.errors import InputError
+from maskfx.errors import CacheError, InputError
 from maskfx.runtime.cache import objects as objects_module
 from maskfx.runtime.cache import remote_entries
 from maskfx.runtime.cache.objects import Objects, is_url, open_objects
@@ -73,6 +73,38 @@ def until(true, seconds: float = 10.0) -> None:
 
 
 # One entry.
+
+
+def test_parts_of_an_entry_are_read(objects: Objects) -> None:
+    store = written(objects, key())
+    parts = store.parts(key())
+    assert parts is not None
+    assert parts.nbytes == len(PAYLOAD)
+    assert bytes(parts.read(3, 200)) == PAYLOAD[3:200]
+    assert bytes(parts.read(0, len(PAYLOAD))) == PAYLOAD
+    assert store.parts(key(step=1)) is None
+    assert store.parts(key(), ttl=1.0) is None, "read whole, which looks for its last use"
+    waits = remote(objects)
+    assert waits.put(key(step=2), PAYLOAD)
+    assert waits.parts(key(step=2)) is None, "it isn't written yet"
+    assert waits.settle()
+    parts.is_damaged()
+    assert store.settle()
+    assert store.counters.corrupt == 1
+    with pytest.raises(CacheError, match="record its template again"):
+        parts.read(0, 5)
+    assert store.get(key()) is None
+
+
+def test_parts_of_a_store_that_fails_are_refused() -> None:
+    objects = FaultyObjects()
+    store = written(objects, key())
+    parts = store.parts(key())
+    assert parts is not None
+    objects.faults.failing.add("*")
+    with pytest.raises(CacheError, match="doesn't answer"):
+        parts.read(0, 5)
+    assert store.parts(key()) is None
 
 
 def test_what_was_put_is_got_by_another_worker(objects: Objects) -> None:
