@@ -244,6 +244,37 @@ class Up:
 
 
 @dataclass(frozen=True)
+class OwnWeights:
+    """(several, outputs, inputs): a layer's weights with full differences, of requests with any.
+
+    In the layout of the layer that multiplies rows, if `shape` is given.
+    """
+
+    weight: str
+    order: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class OwnBiases:
+    """(several, outputs): a layer's biases with differences, of requests with any."""
+
+    bias: str
+
+
+@dataclass(frozen=True)
+class OwnGroups:
+    """(groups, 4) on the host: rows of `segments`, and which weight and bias of a layer are theirs.
+
+    Without segments a row is a request.
+    """
+
+    weight: str
+    bias: str | None
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Updated:
     """A layer's whole weight with its update, in another layout if `shape` is given.
 
@@ -378,6 +409,9 @@ Source = (
     | RankGroups
     | Down
     | Up
+    | OwnWeights
+    | OwnBiases
+    | OwnGroups
     | Updated
     | Exchanged
     | Merged
@@ -397,4 +431,5 @@ Spanning = Spans | RestSpans | CallSpans
 Table = Owner | RestOwner | Requests | Calls | Spanning | Reader | Weights | Lines
 Cached = Halo | Rest | Loaded | Kept | RestShare  # rows of the cache as they were recorded
 Tapped = Cached | RestStats | RestSum  # what is made of the rows of a tap
-LowRank = RankGroups | Down | Up | Updated  # what is made of the members' adapters
+Own = OwnWeights | OwnBiases | OwnGroups
+Adapted = RankGroups | Down | Up | Own | Updated  # what is made of the members' adapters

@@ -79,6 +79,7 @@ class CompiledDenoiser:
         )
         self._validator = Validator(module, self._known, self._samples, self._weights)
         self._batcher, self.dense_ways = DenseBatcher(module, roles), DenseWays()
+        self._lock = threading.RLock()  # forget() waits until the running step ends
         self._changes = ModuleChanges(
             module,
             self._weights,
@@ -87,8 +88,9 @@ class CompiledDenoiser:
             self._executor,
             self._validator,
             (self._batcher, self._samples),
+            self._lock,
         )
-        self._lock = threading.RLock()  # forget() waits until the running step ends
+        self.in_place = self._changes.in_place
         self.planner: Planner | None = None
         self.level_shares: tuple[LevelShare, ...] = ()  # of its FLOPs, for predictions of costs
         if example_inputs is not None:
@@ -135,11 +137,12 @@ class CompiledDenoiser:
     @torch.no_grad()
     def plain_step(self, step: AnyStep) -> Any:
         """Run the module itself on the inputs of a step, with its adapters."""
-        self._changes.follow()
-        with adapted([(1, self._validator.adapters.of(step.adapters))]):
-            output = self.module(**step.inputs)
-        self._weights.settle()
-        return output
+        with self._lock:
+            self._changes.follow()
+            with adapted([(1, self._validator.adapters.of(step.adapters))]):
+                output = self.module(**step.inputs)
+            self._weights.settle()
+            return output
 
     @torch.no_grad()
     def alike(
@@ -154,13 +157,11 @@ class CompiledDenoiser:
 
     @torch.no_grad()
     def plain_together(self, group: CallGroup) -> list[Any]:
-        """Run the module itself once for all calls of a group.
-
-        Call `alike` right before: it checks for changed weights, and this method doesn't.
-        """
-        outputs = self._batcher.run(group)
-        self._weights.settle()
-        return outputs
+        """Run the module itself once for a group of `alike`, which checks for changed weights."""
+        with self._lock:
+            outputs = self._batcher.run(group)
+            self._weights.settle()
+            return outputs
 
     def check_adapters(self, adapters: Updates) -> None:
         """Raise InputError if adapters name layers that the module lacks, or don't fit them."""
@@ -208,7 +209,7 @@ class CompiledDenoiser:
 
     @contextmanager
     def unlocked(self) -> Iterator[None]:
-        """Let other threads run steps while a `split` of this thread waits for other processes."""
+        """Let other threads run steps while a `split` waits for other processes."""
         self._lock.release()
         try:
             yield
@@ -259,10 +260,7 @@ class CompiledDenoiser:
         yield from self._batches.batches(self._validator.calls(steps))
 
     def members(self, steps: Sequence[AnyStep]) -> Iterator[tuple[Program, list[Member]]]:
-        """Yield, per program, the calls with active sites as members of a batch, in their order.
-
-        A call that runs as one call per sample is one member, with the batch of its samples.
-        """
+        """Yield, per program, the calls with active sites as members; samples of a call are one."""
         for program, _, members in self.groups(steps):
             yield program, members
 
@@ -352,7 +350,7 @@ class CompiledDenoiser:
 
     @property
     def loader(self) -> Loader | None:
-        """Return the loader that loads cached rows while a graph computes."""
+        """Return what loads cached rows while a graph computes."""
         return self._executor.graphs.loads.loader
 
     @property
