@@ -311,7 +311,8 @@ class CompiledDenoiser:
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the weights; recordings with another fingerprint are refused."""
-        self._changes.follow()
+        if not self.in_place.written:  # else it is known, and adapters stay where they are
+            self._changes.follow()
         return self._weights.fingerprint()
 
     @property

@@ -115,12 +115,11 @@ class InPlace:
                 self._patch.remove()
             self._follow()
             self._adapters.written = None
+            self.costs.fell_back += self.costs.unfinished
             self.costs.add_write(self._work, self._took + self._clock() - began)
 
     def _leave_run(self) -> None:
         """Take out what other members don't share."""
-        if self.written:
-            self.costs.fell_back += 1
         self.leave()
         self.costs.end()
         self._run = None

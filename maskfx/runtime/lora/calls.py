@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -129,32 +130,54 @@ class AdaptedCalls(TorchFunctionMode):
         return not terms or layer.term is not None
 
     def _layer(self, layer: LayerCall) -> Tensor:
-        """Return a layer's result with the members' updates."""
+        """Return a layer's result with the members' updates.
+
+        Members with full differences, or with so many rows that their whole weight takes less time
+        than low-rank terms, are computed with parameters of their own.
+        """
         weights, biases = (self.updates.get(id(own), ()) for own in (layer.weight, layer.bias))
+        each = layer.sites // self.total
         changed: dict[tuple[int, int], list[Tensor | None]] = {}
+        low_rank: list[Place] = []
         for index, places in enumerate((weights, biases)):
             for start, stop, update in places:
-                if update.differences:
-                    pair = changed.setdefault((start, stop), [None, None])
-                    pair[index] = update.with_differences()
-        if changed and not self.several:
-            [pair] = changed.values()
-            out = layer.run(layer.rows, *pair)
-        else:
-            out = layer.run(layer.rows)
-        if changed and self.several:
-            each = self._each(layer.rows)
-            if out.shape[0] != layer.rows.shape[0]:
-                raise NotSeparable(f"{layer.func} changes the number of rows")
-            out = out.clone()
-            for (start, stop), pair in changed.items():
-                rows = slice(start * each, stop * each)
-                out[rows] = layer.run(layer.rows[rows], *pair)
-        low_rank = [place for place in weights if place[2].terms]
+                if update.terms and not update.merges((stop - start) * each):
+                    low_rank.append((start, stop, update))
+                    own = update.with_differences() if update.differences else None
+                else:
+                    own = update.whole()
+                if own is not None:
+                    changed.setdefault((start, stop), [None, None])[index] = own
+        out = self._changed(layer, changed)
         if low_rank:
             assert layer.term is not None, "checked before"
             out = self._with_terms(layer.rows, out, low_rank, layer.term)
         return out[0] if layer.single else out
+
+    def _changed(
+        self, layer: LayerCall, changed: Mapping[tuple[int, int], Sequence[Tensor | None]]
+    ) -> Tensor:
+        """Return a layer's result, of these members with parameters of their own."""
+        if not changed:
+            return layer.run(layer.rows)
+        if not self.several:
+            [pair] = changed.values()
+            return layer.run(layer.rows, *pair)
+        each, parts, done = self._each(layer.rows), list[Tensor](), 0
+        for (start, stop), pair in (*sorted(changed.items(), key=itemgetter(0)), (self._end, ())):
+            if done < start:
+                parts.append(layer.run(layer.rows[done * each : start * each]))
+            if start < stop:
+                parts.append(layer.run(layer.rows[start * each : stop * each], *pair))
+            done = stop
+        out = torch.cat(parts)
+        if out.shape[0] != layer.rows.shape[0]:
+            raise NotSeparable(f"{layer.func} changes the number of rows")
+        return out
+
+    @property
+    def _end(self) -> tuple[int, int]:
+        return self.total, self.total
 
     def _each(self, rows: Tensor) -> int:
         """Return the number of rows of each batch element."""
@@ -234,6 +257,12 @@ class LayerCall:
         elif convolution and argument(args, kwargs, GROUPS, "groups", 1) == 1:
             term = convolved
         return cls(func, rows[None] if single else rows, weight, bias, run, term, single)
+
+    @property
+    def sites(self) -> int:
+        """The number of rows of a linear layer, of places of a convolution."""
+        channels = self.rows.shape[1 if self.func in CONVOLUTIONS else -1]
+        return self.rows.numel() // max(1, channels)
 
     def takes(self, used: Sequence[Tensor]) -> bool:
         """Return True if changed parameters are this layer's weight and bias alone."""

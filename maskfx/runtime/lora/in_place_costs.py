@@ -73,10 +73,15 @@ class InPlaceCosts:
     _came: int = 0
 
     def begin(self, kind: StepKind, left: int) -> None:
-        """Begin a run of steps with one set of adapters, of which so many are left."""
+        """Begin a run of steps with one set of adapters; `left` is how many are expected."""
         self.end()
         self._expected = left
         self._runs[kind] = self._runs.get(kind, 0) + 1
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether steps of the run are still expected."""
+        return self._came < self._expected
 
     def end(self) -> None:
         """End the run: another set of adapters came, or none is left."""

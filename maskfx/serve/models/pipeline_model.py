@@ -155,6 +155,7 @@ class PipelineModel:
             site=self.runner.warmth.site,
             slots=settings.max_num_seqs,
             controls=signature.controls,
+            nets=list(signature.names),
             margin=margin_sites(quality.margin, self.runner.warmth.site),
             every=quality.every,
             least=quality.least,
