@@ -132,8 +132,8 @@ class AdaptedCalls(TorchFunctionMode):
     def _layer(self, layer: LayerCall) -> Tensor:
         """Return a layer's result with the members' updates.
 
-        Members with full differences, or with so many rows that their whole weight takes less time
-        than low-rank terms, are computed with parameters of their own.
+        Members with full differences are computed with parameters of their own, and members whose
+        rows take less time with their whole weight than with low-rank terms.
         """
         weights, biases = (self.updates.get(id(own), ()) for own in (layer.weight, layer.bias))
         each = layer.sites // self.total
