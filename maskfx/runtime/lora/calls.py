@@ -132,8 +132,9 @@ class AdaptedCalls(TorchFunctionMode):
     def _layer(self, layer: LayerCall) -> Tensor:
         """Return a layer's result with the members' updates.
 
-        Members with full differences are computed with parameters of their own, and members whose
-        rows take less time with their whole weight than with low-rank terms.
+        Members with full differences are computed with parameters of their own. So are all members
+        if they have the same adapters, where their rows take less time with the whole weight than
+        with low-rank terms; slices of several members' rows don't.
         """
         weights, biases = (self.updates.get(id(own), ()) for own in (layer.weight, layer.bias))
         each = layer.sites // self.total
@@ -141,7 +142,8 @@ class AdaptedCalls(TorchFunctionMode):
         low_rank: list[Place] = []
         for index, places in enumerate((weights, biases)):
             for start, stop, update in places:
-                if update.terms and not update.merges((stop - start) * each):
+                whole = not self.several and update.merges((stop - start) * each)
+                if update.terms and not whole:
                     low_rank.append((start, stop, update))
                     own = update.with_differences() if update.differences else None
                 else:
@@ -149,10 +151,23 @@ class AdaptedCalls(TorchFunctionMode):
                 if own is not None:
                     changed.setdefault((start, stop), [None, None])[index] = own
         out = self._changed(layer, changed)
-        if low_rank:
+        if low_rank and layer.term is linear_term:
+            self._add_linear(layer.rows, out, low_rank)
+        elif low_rank:
             assert layer.term is not None, "checked before"
             out = self._with_terms(layer.rows, out, low_rank, layer.term)
         return out[0] if layer.single else out
+
+    def _add_linear(self, rows: Tensor, out: Tensor, places: Sequence[Place]) -> None:
+        """Add the members' terms to a linear layer's own result."""
+        each = self._each(rows) if self.several else 0
+        for start, stop, update in places:
+            own, into = rows, out
+            if self.several:
+                own, into = (value[start * each : stop * each] for value in (rows, out))
+            down, up = update.matrices(own)
+            narrow = own.reshape(-1, own.shape[-1]) @ down
+            into.view(-1, into.shape[-1]).addmm_(narrow, up)
 
     def _changed(
         self, layer: LayerCall, changed: Mapping[tuple[int, int], Sequence[Tensor | None]]
@@ -280,7 +295,8 @@ def packed_term(rows: Tensor, update: LayerUpdate) -> Tensor:
 
 
 def linear_term(rows: Tensor, update: LayerUpdate) -> Tensor:
-    return rows @ update.down((), rows).t() @ update.up(rows)
+    down, up = update.matrices(rows)
+    return rows @ down @ up
 
 
 def argument(

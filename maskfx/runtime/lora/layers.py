@@ -39,6 +39,14 @@ class LayerUpdate:
     terms: tuple[tuple[LowRank, float], ...] = ()
     packed: nn.Linear | None = None
     differences: tuple[tuple[Tensor, float], ...] = ()
+    _made: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def matrices(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (inputs, ranks) and (ranks, outputs), kept for calls of the layer."""
+        key = like.dtype, like.device
+        if key not in self._made:
+            self._made[key] = self.down((), like).t(), self.up(like)
+        return self._made[key]
 
     @property
     def rank(self) -> int:
@@ -60,7 +68,8 @@ class LayerUpdate:
         weight = self.with_differences()
         if not self.terms:
             return weight
-        found = torch.addmm(weight.flatten(1), self.up(weight).t(), self.down((), weight))
+        down, up = self.matrices(weight)
+        found = torch.addmm(weight.flatten(1), up.t(), down.t())
         return found.view(weight.shape)
 
     def merges(self, rows: int) -> bool:

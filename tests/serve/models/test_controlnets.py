@@ -19,6 +19,7 @@ from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.step_members import CallMember, choose_steps
 from maskfx.serve.models.model import Made
 from maskfx.serve.models.model_source import load_pipeline
+from maskfx.serve.request import Pictures
 from tests.factories import pipelines
 from tests.factories.served import SIDE, Served, build, edit, job, picture, square
 from tests.factories.shipped import ship_unet
@@ -167,12 +168,11 @@ def test_a_request_chooses_its_nets(
     several = load_pipeline(str(spoken / "model"), "float32", "cpu", nets_of(spoken))
 
     def by_hand(pipe: Any, controls: Any, **more: Any) -> Any:
-        made = maskfx.compile(pipe, quality="faithful")
         given = {} if controls is None else {"control_image": controls}
-        result = made(
+        result = pipe(
             "a cat",
             image=Image.fromarray(picture(1)),
-            mask_image=Image.fromarray(square().astype(np.uint8) * 255),
+            mask_image=Image.new("L", (SIDE, SIDE), 255),
             num_inference_steps=3,
             strength=1.0,
             height=SIDE,
@@ -195,7 +195,7 @@ def test_a_request_chooses_its_nets(
     for id, chosen in enumerate(wanted):
         controls = CONTROLS[: 0 if chosen == "none" else len(chosen.split(","))]
         one = job(str(id), seed=4, strength=1.0, nets=chosen)
-        asked[str(id)] = one, edit(1, controls=controls)
+        asked[str(id)] = one, Pictures((picture(1),), np.ones((SIDE, SIDE), bool), controls)
     served.answers(*asked.values())  # the first with a scale of 0 are computed
     names = list[str]()
 
