@@ -1,4 +1,4 @@
-"""Dense steps with LoRAs: low-rank terms, whole weights per call, or updates in the weights.
+"""Dense steps with LoRAs: low-rank terms, or updates in the weights.
 
     OMP_NUM_THREADS=1 python -m bench.adapters.dense_layers
 
@@ -8,8 +8,6 @@ LoRAs of their own. The sides:
 
 - `without`: without LoRAs.
 - `low-rank terms`: each layer adds the requests' terms to its result.
-- `chosen per layer`: layers with many rows are computed with the request's whole weight, made at
-  each call; the others have low-rank terms. For one request, or several with the same LoRAs.
 - `in the weights`: the updates are written before and taken out afterwards, which isn't counted;
   for one request alone.
 
@@ -27,7 +25,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -36,12 +33,11 @@ import maskfx
 from bench import harness
 from bench.report import columns
 from maskfx.runtime.lora.adapter import LowRank, WeightedLayers
-from maskfx.runtime.lora.layers import LayerUpdate
 from maskfx.runtime.lora.patch import WeightPatch, patched
 from maskfx.serve.models.model_source import load_pipeline
 
 RANK, LORAS, REQUESTS = 16, 2, 4
-SIDES = ("without", "low-rank terms", "chosen per layer", "in the weights")
+SIDES = ("without", "low-rank terms", "in the weights")
 
 
 def lora(unet: torch.nn.Module, seed: int) -> WeightedLayers:
@@ -100,10 +96,8 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
                     out: list[Tensor] = []
                     return processor_seconds(lambda: out.extend(step(none))), out
             own = none if side == "without" else sets
-            merges = LayerUpdate.merges if side == "chosen per layer" else (lambda *_: False)
             out = []
-            with mock.patch.object(LayerUpdate, "merges", merges):
-                return processor_seconds(lambda: out.extend(step(own))), out
+            return processor_seconds(lambda: out.extend(step(own))), out
 
         sides = SIDES if requests == 1 else SIDES[:2]
         seconds: dict[str, list[float]] = {side: [] for side in sides}

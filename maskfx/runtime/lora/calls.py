@@ -132,26 +132,19 @@ class AdaptedCalls(TorchFunctionMode):
     def _layer(self, layer: LayerCall) -> Tensor:
         """Return a layer's result with the members' updates.
 
-        Members with full differences are computed with parameters of their own. So are all members
-        if they have the same adapters, where their rows take less time with the whole weight than
-        with low-rank terms; slices of several members' rows don't.
+        Members with full differences are computed with parameters of their own.
         """
         weights, biases = (self.updates.get(id(own), ()) for own in (layer.weight, layer.bias))
-        each = layer.sites // self.total
         changed: dict[tuple[int, int], list[Tensor | None]] = {}
-        low_rank: list[Place] = []
         for index, places in enumerate((weights, biases)):
             for start, stop, update in places:
-                whole = not self.several and update.merges((stop - start) * each)
-                if update.terms and not whole:
-                    low_rank.append((start, stop, update))
-                    own = update.with_differences() if update.differences else None
-                else:
-                    own = update.whole()
-                if own is not None:
-                    changed.setdefault((start, stop), [None, None])[index] = own
+                if update.differences:
+                    pair = changed.setdefault((start, stop), [None, None])
+                    pair[index] = update.with_differences()
+        low_rank = [place for place in weights if place[2].terms]
         out = self._changed(layer, changed)
-        if low_rank and layer.term is linear_term:
+        in_place = out.is_contiguous() and out.dtype == layer.rows.dtype
+        if low_rank and layer.term is linear_term and in_place:
             self._add_linear(layer.rows, out, low_rank)
         elif low_rank:
             assert layer.term is not None, "checked before"
@@ -159,7 +152,7 @@ class AdaptedCalls(TorchFunctionMode):
         return out[0] if layer.single else out
 
     def _add_linear(self, rows: Tensor, out: Tensor, places: Sequence[Place]) -> None:
-        """Add the members' terms to a linear layer's own result."""
+        """Add the members' terms to a linear layer's result, which nothing else has."""
         each = self._each(rows) if self.several else 0
         for start, stop, update in places:
             own, into = rows, out
@@ -272,12 +265,6 @@ class LayerCall:
         elif convolution and argument(args, kwargs, GROUPS, "groups", 1) == 1:
             term = convolved
         return cls(func, rows[None] if single else rows, weight, bias, run, term, single)
-
-    @property
-    def sites(self) -> int:
-        """The number of rows of a linear layer, of places of a convolution."""
-        channels = self.rows.shape[1 if self.func in CONVOLUTIONS else -1]
-        return self.rows.numel() // max(1, channels)
 
     def takes(self, used: Sequence[Tensor]) -> bool:
         """Return True if changed parameters are this layer's weight and bias alone."""

@@ -136,10 +136,10 @@ class InPlaceCosts:
         )
 
     def describe(self) -> str:
-        """Return what was measured and chosen, in one line."""
+        """Return what was measured and chosen, in one line; "" if no step was measured."""
         total = self.steps_in_place + self.steps_with_terms
         if not total:
-            return "Adapters that all members of a step share haven't been measured."
+            return ""
         text = (
             f"Adapters that all members of a step share were in the weights in "
             f"{self.steps_in_place} of {total} steps, written {self.written} times"

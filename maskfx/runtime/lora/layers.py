@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from maskfx.compiler.artifact.graphs import place_of
 from maskfx.errors import InputError
 from maskfx.ir.lru import LruCache
-from maskfx.ir.values import PLAIN_TENSORS, is_wrapped
+from maskfx.ir.values import is_wrapped
 from maskfx.runtime.lora.adapter import Difference, LayerChange, LowRank, Updates, WeightedLayers
 
-MOVED = 8  # multiplications; measured at widths of 128 to 2560 with ranks of 8 to 64
 SETS = 64  # kept per module: checked sets of adapters
 KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -71,19 +70,6 @@ class LayerUpdate:
         down, up = self.matrices(weight)
         found = torch.addmm(weight.flatten(1), up.t(), down.t())
         return found.view(weight.shape)
-
-    def merges(self, rows: int) -> bool:
-        """Return True if a layer takes less time with the whole weight than with low-rank terms.
-
-        On a CPU, for this number of rows. A number that is read and written costs about as much as
-        `MOVED` multiplications.
-        """
-        weight = self.weight
-        if weight.device.type != "cpu" or type(weight) not in PLAIN_TENSORS or self.packed:
-            return False
-        outputs, inputs = weight.shape[0], weight[0].numel()
-        terms = rows * (self.rank * (inputs + outputs) + MOVED * outputs)
-        return inputs * outputs * (self.rank + MOVED) < terms
 
     def with_differences(self) -> Tensor:
         """Return the parameter without its low-rank updates."""
