@@ -17,7 +17,7 @@ from maskfx.config import Settings
 from maskfx.ir.values import PLAIN_TENSORS
 from maskfx.runtime.executor import BatchExecutor
 from maskfx.runtime.lora.adapter import Updates
-from maskfx.runtime.lora.in_place_costs import InPlaceCosts, StepKind
+from maskfx.runtime.lora.in_place_costs import InPlaceCosts, SharedStep
 from maskfx.runtime.lora.layers import AdapterSet, SetCache
 from maskfx.runtime.lora.patch import WeightPatch
 from maskfx.runtime.offload import whole_hook
@@ -82,7 +82,7 @@ class InPlace:
                 yield False
                 return
             work = work_of(own)
-            kind = StepKind.of(members, sites, work)
+            kind = SharedStep.of(members, sites, work)
             if self._run != own.key:
                 self._leave_run()
                 self._run = own.key

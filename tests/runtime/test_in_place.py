@@ -13,23 +13,23 @@ import maskfx
 from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep
 from maskfx.runtime.in_place import shared
 from maskfx.runtime.lora.adapter import Updates
-from maskfx.runtime.lora.in_place_costs import AGAIN, LEAST, InPlaceCosts, StepKind
+from maskfx.runtime.lora.in_place_costs import AGAIN, LEAST, InPlaceCosts, SharedStep
 from tests.factories.lora import difference_of, merged, update_of
 from tests.passes.tools import error
 from tests.runtime.backends.test_inductor import MASKS, Stack, inputs
 from tests.runtime.test_adapters import Odd, odd_inputs
 
 TOLERANCE = 1e-5
-KIND = StepKind.of(1, 64, 1000)
+KIND = SharedStep.of(1, 64, 1000)
 
 
 class Always(InPlaceCosts):
     """Writes the adapters of each step."""
 
-    def pays(self, kind: StepKind, work: int, sites: int, left: int) -> bool:
+    def pays(self, kind: SharedStep, work: int, sites: int, left: int) -> bool:
         return True
 
-    def stays(self, kind: StepKind) -> bool:
+    def stays(self, kind: SharedStep) -> bool:
         return True
 
 

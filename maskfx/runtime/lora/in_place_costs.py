@@ -16,7 +16,7 @@ SMOOTH = 0.3  # weight of the latest measurement
 
 
 @dataclass(frozen=True, order=True)
-class StepKind:
+class SharedStep:
     """Steps whose costs are compared: of the same magnitude in all of this.
 
     Args:
@@ -30,7 +30,7 @@ class StepKind:
     work: int
 
     @classmethod
-    def of(cls, members: int, sites: int, work: int) -> StepKind:
+    def of(cls, members: int, sites: int, work: int) -> SharedStep:
         return cls(members, sites.bit_length(), work.bit_length())
 
 
@@ -65,14 +65,14 @@ class InPlaceCosts:
     written: int = 0
     fell_back: int = 0  # taken out before the expected steps were over
     lasted: float = 1.0  # share of the expected steps that came
-    _terms: dict[StepKind, Measured] = field(default_factory=dict)
-    _in_place: dict[StepKind, Measured] = field(default_factory=dict)
+    _terms: dict[SharedStep, Measured] = field(default_factory=dict)
+    _in_place: dict[SharedStep, Measured] = field(default_factory=dict)
     _write: Measured = field(default_factory=Measured)  # per multiplication, taking out included
-    _runs: dict[StepKind, int] = field(default_factory=dict)  # that began since the last trial
+    _runs: dict[SharedStep, int] = field(default_factory=dict)  # that began since the last trial
     _expected: int = 0
     _came: int = 0
 
-    def begin(self, kind: StepKind, left: int) -> None:
+    def begin(self, kind: SharedStep, left: int) -> None:
         """Begin a run of steps with one set of adapters; `left` is how many are expected."""
         self.end()
         self._expected = left
@@ -90,7 +90,7 @@ class InPlaceCosts:
             self.lasted = (1 - SMOOTH) * self.lasted + SMOOTH * share
         self._expected = self._came = 0
 
-    def pays(self, kind: StepKind, work: int, sites: int, left: int) -> bool:
+    def pays(self, kind: SharedStep, work: int, sites: int, left: int) -> bool:
         """Return whether updates that aren't in the weights are written there now.
 
         Args:
@@ -109,12 +109,12 @@ class InPlaceCosts:
         saved = (terms.seconds - in_place.seconds) * sites * expected
         return saved > self.write_seconds(work)
 
-    def stays(self, kind: StepKind) -> bool:
+    def stays(self, kind: SharedStep) -> bool:
         """Return whether updates that are in the weights stay there."""
         terms, in_place = self._of(kind)
         return not (terms.known and in_place.known) or in_place.seconds <= terms.seconds
 
-    def add_step(self, kind: StepKind, in_place: bool, sites: int, seconds: float) -> None:
+    def add_step(self, kind: SharedStep, in_place: bool, sites: int, seconds: float) -> None:
         """Add a measured step."""
         self._came += 1
         self.steps_in_place += in_place
@@ -129,7 +129,7 @@ class InPlaceCosts:
         """Return the seconds that writing updates and taking them out costs; 0 if not measured."""
         return self._write.seconds * work if self._write.seen else 0.0
 
-    def _of(self, kind: StepKind) -> tuple[Measured, Measured]:
+    def _of(self, kind: SharedStep) -> tuple[Measured, Measured]:
         return (
             self._terms.setdefault(kind, Measured()),
             self._in_place.setdefault(kind, Measured()),
