@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from maskfx.runtime.denoiser import CompiledDenoiser as CompiledDenoiser
     from maskfx.runtime.editing import editing as editing
     from maskfx.runtime.lora.adapter import Adapter as Adapter
+    from maskfx.runtime.lora.adapter import Difference as Difference
     from maskfx.runtime.lora.adapter import LowRank as LowRank
     from maskfx.runtime.lora.registry import Adapters as Adapters
     from maskfx.runtime.reuse.patches import PatchReuse as PatchReuse
@@ -82,6 +83,7 @@ HOMES = {
     "DeadlineMissed": "maskfx.errors",
     "DenseStep": "maskfx.runtime.steps",
     "DeviceMover": "maskfx.runtime.cache.movers",
+    "Difference": "maskfx.runtime.lora.adapter",
     "EditSession": "maskfx.runtime.reuse.session",
     "EditStep": "maskfx.runtime.steps",
     "Engine": "maskfx.engine.engine",

@@ -26,6 +26,7 @@ EXPORTED = [
     "DeadlineMissed",
     "DenseStep",
     "DeviceMover",
+    "Difference",
     "EditSession",
     "EditStep",
     "Engine",

@@ -7,7 +7,7 @@ to read. The sides:
 
 - `none`: without LoRAs.
 - `resident`: both files are in memory already.
-- `late`: neither is; the request begins without them, and they act from step 10 on.
+- `late`: neither is; the request begins without them, and they act from step 10 on (`--start`).
 - `strict`: neither is; the request waits before its first step.
 - `plain`: diffusers without LoRAs.
 - `serial`: diffusers' way, one file after the other before the run: read, converted, and put into
@@ -19,7 +19,7 @@ to read. The sides:
 Every round runs all sides, in a changing order; an overhead is a ratio to `none`, or to `plain` for
 `serial` and `hotswap`, in the same round.
 `late` is also run with other speeds of the store: its latents must be equal bit for bit. Writes
-adapters-loading.json to bench/results.
+adapters-loading.json to bench/results, with another `--start` adapters-loading-START.json.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from maskfx.serve.models.model_source import load_pipeline
 
 NAMES = ("one", "two")
 RANK = 16
+START = 10  # step from which on the files act
 PEFT = find_spec("peft") is not None
 PLAIN = ("plain", "serial", "hotswap")  # sides without maskfx
 WANTED = {"late": 1.05, "serial": 1.80}
@@ -171,7 +172,7 @@ class Bed:
 def main(given: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--start", type=int, default=10)
+    parser.add_argument("--start", type=int, default=START)
     parser.add_argument("--side", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of one file")
@@ -215,7 +216,8 @@ def main(given: list[str]) -> int:
     print(columns(rows))
     print(f"patching and un-patching two files: {result['patch_seconds']['median']:.4f} s")
     print(f"equal bits for any store: {same}")
-    write_json(asked.out / "adapters-loading.json", result)
+    ending = "" if asked.start == START else f"-{asked.start}"
+    write_json(asked.out / f"adapters-loading{ending}.json", result)
     return 0 if same else 1
 
 

@@ -23,7 +23,8 @@ disturbs less. After
 the first requests its ControlNets and LoRA files are in memory; `bench.adapters.loading` measures
 requests that find none. Beside the sides stand Katz's equations 1 and 2 and Gustafson's bound, from
 measured parts (bench/adapters/latency_model.py). Weights are random; pictures are not compared.
-Adds the settings to adapters-settings-SCALE.json in bench/results.
+Adds the settings to adapters-settings-SCALE-peft.json in bench/results, without peft to
+adapters-settings-SCALE.json.
 """
 
 from __future__ import annotations
@@ -323,7 +324,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=harness.ROOT / "bench" / "results")
     asked = parser.parse_args(given)
     torch.set_num_threads(1)
-    path = asked.out / f"adapters-settings-{asked.scale}.json"
+    path = asked.out / f"adapters-settings-{asked.scale}{'-peft' if PEFT else ''}.json"
     result = json.loads(path.read_text()) if path.exists() else {}
     result |= {"asked": ASKED, "lora_by": "peft" if PEFT else "maskfx's merging"}
     print(f"LoRAs of the serial side are merged by {result['lora_by']}\n")

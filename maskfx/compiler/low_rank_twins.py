@@ -27,28 +27,35 @@ class LowRankTwin:
     Args:
         program: the rewritten graphs, with further inputs.
         weights: names of the weights whose layers have terms.
-        whole: those of them that are used in other ways too: all members of a batch must have the
+        own: names of the parameters that requests may have of their own, by full differences.
+        whole: those of both that are used in other ways too: all members of a batch must have the
             same updates of these.
     """
 
     program: Program
     weights: frozenset[str]
+    own: frozenset[str]
     whole: frozenset[str]
 
+    def covers(self, weights: Collection[str], own: Collection[str]) -> bool:
+        """Return True if it serves updates of these weights and parameters."""
+        return self.weights.issuperset(weights) and self.own.issuperset(own)
 
-def make_twin(program: Program, weights: Collection[str]) -> LowRankTwin:
-    """Return a program with terms on the layers of these weights."""
+
+def make_twin(program: Program, weights: Collection[str], own: Collection[str] = ()) -> LowRankTwin:
+    """Return a program with terms on the layers of these weights, and with own parameters."""
     interface = replace(program.interface, inputs=dict(program.interface.inputs))
     names = [node.name for node in program.module.graph.nodes]
     graphs, whole = [], set[str]()
     for module in (program.module, program.recording):
         graph = named_copy(module.graph, names)
-        whole |= add_low_rank(graph, interface, weights)
+        whole |= add_low_rank(graph, interface, weights, own)
         graphs.append(LazyModule(module, graph))
-    layers = hashlib.sha256("\n".join(sorted(weights)).encode()).hexdigest()
+    named = "\n".join([*sorted(weights), "", *sorted(own)])
+    layers = hashlib.sha256(named.encode()).hexdigest()
     code = f"{program.code} adapted {layers}"
     twin = Program(graphs[0], graphs[1], interface, code, program.origins)
-    return LowRankTwin(twin, frozenset(weights), frozenset(whole))
+    return LowRankTwin(twin, frozenset(weights), frozenset(own), frozenset(whole))
 
 
 def named_copy(graph: fx.Graph, names: list[str]) -> fx.Graph:

@@ -12,6 +12,7 @@ from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.execution.twins import Changed
 from maskfx.runtime.steps import AnyStep, ValidatedCall
 
 
@@ -27,7 +28,7 @@ class RankBatch:
         members: The same, with the values of their inputs.
         plain: The program without low-rank terms, from which costs are predicted: the terms cost
             little beside their layers.
-        weights: The weights whose layers have terms; None without adapters.
+        changed: The parameters that adapters change; None without adapters.
     """
 
     program: Program
@@ -36,7 +37,7 @@ class RankBatch:
     calls: Sequence[ValidatedCall]
     members: Sequence[Member]
     plain: Program
-    weights: frozenset[str] | None
+    changed: Changed | None
 
     @classmethod
     def of(
@@ -50,8 +51,8 @@ class RankBatch:
     ) -> RankBatch:
         terms = denoiser.adapters.terms(program)
         plain = program if terms is None else denoiser.programs[terms.code]
-        weights = None if terms is None else terms.weights
-        return cls(program, recording, frame, calls, members, plain, weights)
+        changed = None if terms is None else terms.changed
+        return cls(program, recording, frame, calls, members, plain, changed)
 
     @property
     def emits(self) -> frozenset[int] | None:

@@ -8,6 +8,7 @@ from maskfx.distributed.late_group import LateMember
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_step import RankPart
 from maskfx.runtime.cache.shared_block import RollingContents, RollingState
+from maskfx.runtime.execution.twins import Changed
 from maskfx.runtime.steps import AnyStep
 
 
@@ -70,7 +71,7 @@ class PartRequest:
         steps: The members of one batch; edits have a `SentCache` or `SentRolling`, and adapters
             `SentLayers`.
         code: The code of the program.
-        weights: The weights whose layers have low-rank terms; None without adapters.
+        changed: The parameters that adapters change; None without adapters.
         single: Whether the members are samples of calls that run sample by sample.
         recording: Whether to emit what a recording keeps.
         emits: The places of the taps that are wanted of it; None: all.
@@ -87,7 +88,7 @@ class PartRequest:
 
     steps: list[AnyStep]
     code: str
-    weights: frozenset[str] | None
+    changed: Changed | None
     single: bool
     recording: bool
     emits: frozenset[int] | None

@@ -225,11 +225,11 @@ class RankGroup:
                 partition = self._partition(batch, len(lease.ranks), partition)
                 late, divisions = self._late(batch, lease, partition)
                 by_rank = not any(late) and self._keys_by_rank(batch, partition)
-                code, weights = batch.program.code, batch.weights
+                code, changed = batch.program.code, batch.changed
                 part = PartRequest(
                     [],
                     code,
-                    weights,
+                    changed,
                     batch.single,
                     batch.recording,
                     batch.emits,

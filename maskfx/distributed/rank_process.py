@@ -132,7 +132,7 @@ class RankState:
         assert self.programs is not None
         start, cpu = time.perf_counter(), time.process_time()
         steps = self._steps(request)
-        batches = self.denoiser.prepared(steps, request.weights, request.single)
+        batches = self.denoiser.prepared(steps, request.changed, request.single)
         codes = [program.code for program, *_ in batches]
         if codes != [request.code]:
             raise RuntimeError(f"this rank has the programs {codes}, not {request.code}")

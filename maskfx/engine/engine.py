@@ -317,6 +317,7 @@ class Engine:
         coming = [t.started for t in stepping if id(t) not in waiting]
         ended = self.steps[-1].ended if self.steps else -inf
         if not seats and not coming:
+            self.runner.take_adapters_out()
             give_back()  # release idle OpenMP threads to encoders, decoders and other work
         left = self.waiting.seconds(seats, coming, now, ended, self.runner.usual())
         if left > 0 or self.rounds is not None and not self.rounds.can_decide():

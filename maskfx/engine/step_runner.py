@@ -7,8 +7,9 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -37,6 +38,7 @@ class Step:
     members: tuple[MemberWork, ...] = ()  # what each request computed
     degree: int = 1  # ranks that computed it
     cpu: float = 0.0  # seconds of the processor in the thread that computed it
+    in_place: bool = False  # adapters were in the weights of one of its denoisers
 
     @property
     def ended(self) -> float:
@@ -68,6 +70,8 @@ class StepRunner:
         self._threads = StepThreads()
         self._groups: MutableMapping[nn.Module, RankGroup] = WeakIdKeyDictionary()
         self._creating = threading.Lock()  # requests' threads create groups
+        self._seen: WeakSet[CompiledDenoiser] = WeakSet()  # those that stepped
+        self._apart: dict[frozenset[int], bool] = {}
 
     def adopt(self, holder: object, denoisers: Mapping[str, CompiledDenoiser]) -> None:
         """Prepare the processes of a request's denoisers; `release` ends the use of its nets."""
@@ -131,7 +135,10 @@ class StepRunner:
         began, before = time.perf_counter(), time.thread_time()
         try:
             calls = [call for p in parked for call in p.calls]
-            execute(calls, True, executors or self.executor, self._threads)
+            self._seen.update(denoisers)
+            self.take_adapters_out(denoisers)
+            apart = self._share_nothing(denoisers)
+            execute(calls, True, executors or self.executor, self._threads, apart)
         except Exception as error:
             log.exception("a step failed as a whole")
             for p in parked:
@@ -142,7 +149,10 @@ class StepRunner:
         members = tuple(p.member() for p in parked)
         sites = sum(member.sites for member in members)
         took = ended - began
-        step = Step(len(parked), began, gathered, took, sites, bubble, members, degree, cpu)
+        written = any(d.in_place.written for d in denoisers)
+        step = Step(
+            len(parked), began, gathered, took, sites, bubble, members, degree, cpu, written
+        )
         self.steps.append(step)
         for p, member in zip(parked, members, strict=True):
             p.ticket.steps += 1
@@ -158,8 +168,22 @@ class StepRunner:
         if self._told is not None:
             tell(self._told, step)
 
+    def take_adapters_out(self, stepping: Collection[CompiledDenoiser] = ()) -> None:
+        """Take adapters out of the weights of the denoisers that don't step now."""
+        for denoiser in [one for one in self._seen if one not in stepping]:
+            denoiser.in_place.end()
+
+    def _share_nothing(self, denoisers: Collection[CompiledDenoiser]) -> bool:
+        """Return True unless two of these have weights in common: both would see the adapters."""
+        key = frozenset(map(id, denoisers))
+        if len(key) > 1 and key not in self._apart:
+            found = [{id(weight) for weight in d.module.parameters()} for d in denoisers]
+            self._apart[key] = sum(map(len, found)) == len(set().union(*found))
+        return len(key) < 2 or self._apart[key]
+
     def close(self) -> None:
-        """End all processes and threads."""
+        """End all processes and threads, and take adapters out of the weights."""
+        self.take_adapters_out()
         self.services.close()
         for group in self.rank_groups():
             group.stop()

@@ -66,7 +66,10 @@ from maskfx.ir.sources import (
     Lines,
     Loaded,
     Neighbours,
+    OwnBiases,
     Owner,
+    OwnGroups,
+    OwnWeights,
     Pairs,
     PairTable,
     Parents,
@@ -207,7 +210,9 @@ class ValueTables:
                 return {"kind": "argument", "index": index}
             case Kept():
                 raise AssertionError("a program that chooses rows by data isn't exported")
-            case RankGroups() | Down() | Up() | Updated():
+            case (
+                RankGroups() | Down() | Up() | OwnWeights() | OwnBiases() | OwnGroups() | Updated()
+            ):
                 raise AssertionError("a twin for adapters isn't exported")
         raise AssertionError(f"{source} is an input of a rank, which isn't exported")
 

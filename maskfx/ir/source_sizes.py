@@ -23,7 +23,10 @@ from maskfx.ir.sources import (
     Lines,
     Loaded,
     Neighbours,
+    OwnBiases,
     Owner,
+    OwnGroups,
+    OwnWeights,
     Pairs,
     PairTable,
     Parents,
@@ -112,7 +115,7 @@ class LineCount:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The number of ranks of a layer's updates, or of the groups of rows that share some."""
+    """The number of ranks of a layer's updates, of own parameters, or of groups that share some."""
 
     weight: str
 
@@ -184,9 +187,9 @@ def sizes_of(
             return (PairEntries(queries, keys, heads),)
         case PairTable(_, queries, keys, heads):
             return heads, Rows(queries) if queries else 1, KeyRows(keys)
-        case RankGroups(weight):
+        case RankGroups(weight) | OwnGroups(weight):
             return Ranks(weight), 4
-        case Down(weight) | Up(weight):
+        case Down(weight) | Up(weight) | OwnWeights(weight) | OwnBiases(weight):
             return Ranks(weight), *(value or ())[1:]
         case Updated():
             return tuple(value or ())

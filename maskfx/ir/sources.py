@@ -11,6 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from maskfx.ir.adapter_sources import Adapted as Adapted
+from maskfx.ir.adapter_sources import Down as Down
+from maskfx.ir.adapter_sources import OwnBiases as OwnBiases
+from maskfx.ir.adapter_sources import OwnGroups as OwnGroups
+from maskfx.ir.adapter_sources import OwnWeights as OwnWeights
+from maskfx.ir.adapter_sources import RankGroups as RankGroups
+from maskfx.ir.adapter_sources import Up as Up
+from maskfx.ir.adapter_sources import Updated as Updated
 from maskfx.ir.lanes import Lane
 from maskfx.ir.pyramid import Window
 
@@ -217,44 +225,6 @@ class PairTable:
 # Inputs of twins for members with adapters. A layer is named by the weight of the program's graph.
 
 
-@dataclass(frozen=True)
-class RankGroups:
-    """(groups, 4) on the host: rows of `segments` and the ranks of a layer that apply to them.
-
-    Without segments a row is a request.
-    """
-
-    weight: str
-    segments: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Down:
-    """(ranks, inputs): the first matrices of a layer's updates, with axes in the order of rows."""
-
-    weight: str
-    order: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Up:
-    """(ranks, outputs): the second matrices of a layer's updates, with their factors."""
-
-    weight: str
-
-
-@dataclass(frozen=True)
-class Updated:
-    """A layer's whole weight with its update, in another layout if `shape` is given.
-
-    All members of a batch have the same one.
-    """
-
-    weight: str
-    order: tuple[int, ...] = ()
-    shape: tuple[int, ...] = ()
-
-
 # Inputs of a graph whose rows are split over ranks. A rank has a part of some requests' rows, and
 # a part or all rows of their texts.
 
@@ -378,6 +348,9 @@ Source = (
     | RankGroups
     | Down
     | Up
+    | OwnWeights
+    | OwnBiases
+    | OwnGroups
     | Updated
     | Exchanged
     | Merged
@@ -397,4 +370,3 @@ Spanning = Spans | RestSpans | CallSpans
 Table = Owner | RestOwner | Requests | Calls | Spanning | Reader | Weights | Lines
 Cached = Halo | Rest | Loaded | Kept | RestShare  # rows of the cache as they were recorded
 Tapped = Cached | RestStats | RestSum  # what is made of the rows of a tap
-LowRank = RankGroups | Down | Up | Updated  # what is made of the members' adapters

@@ -34,6 +34,7 @@ from maskfx.ops.kernels.serves import runs_on as has_kernels
 from maskfx.ops.low_rank import add_low_rank
 from maskfx.ops.native import cpu
 from maskfx.ops.norms import group_scale, line_scale, scale_shift, site_moments
+from maskfx.ops.own_linear import own_linear
 from maskfx.ops.pairs import STEPS, pair_sum, site_pair_sum
 from maskfx.ops.pick_rows import by_expert, choose, chosen, expert_product, pick_tokens
 from maskfx.ops.sums import (
@@ -49,7 +50,7 @@ from maskfx.ops.write_rows import add_changes, put_all, put_rows, replace_all
 ALL = (
     *(gather, enter, group_scale, scale_shift, attend, site_mean, site_product, owner_product),
     *(site_extreme, site_logsumexp, pair_sum, site_pair_sum, site_moments, line_scale),
-    *(pick_tokens, choose, chosen, by_expert, expert_product, add_low_rank),
+    *(pick_tokens, choose, chosen, by_expert, expert_product, add_low_rank, own_linear),
 )
 
 # of graphs that are about to run
@@ -68,6 +69,7 @@ __all__ = [
     "add_changes",
     "add_gated",
     "add_low_rank",
+    "own_linear",
     "attend",
     "attend_flops",
     "attend_packed",

@@ -1,4 +1,4 @@
-"""Adds the low-rank terms of adapters to a program's graph.
+"""Adds the low-rank terms and the own parameters of adapters to a program's graph.
 
 This pass isn't in the pipeline: it runs when the first members with adapters come, on a copy of a
 finished graph, and on that of a program read from a file.
@@ -13,38 +13,58 @@ from torch import fx
 
 from maskfx import ops
 from maskfx.ir.program import Interface, Product
-from maskfx.ir.sources import Down, RankGroups, Source, Up, Updated
+from maskfx.ir.sources import (
+    Down,
+    OwnBiases,
+    OwnGroups,
+    OwnWeights,
+    RankGroups,
+    Source,
+    Up,
+    Updated,
+)
 from maskfx.passes.context import slug
 
 
-def add_low_rank(graph: fx.Graph, interface: Interface, weights: Collection[str]) -> set[str]:
+def add_low_rank(
+    graph: fx.Graph,
+    interface: Interface,
+    weights: Collection[str],
+    own: Collection[str] = (),
+) -> set[str]:
     """Add a term to each linear layer on rows whose weight adapters change.
 
     Before  y = linear(rows, w)
     After   y = add_low_rank(linear(rows, w), rows, down, up, groups)
-    and     any other use of w becomes a use of an input, w with its update
-    Keeps   layers that aren't in `weights`.
+    and     own_linear(rows, w, b, weights, biases, groups) where w or b is in `own`
+    and     any other use of w or b becomes a use of an input, w or b with its update
+    Keeps   layers that are in neither.
 
     Args:
         graph: A graph of the program; its names of nodes are those in `interface.products`.
         interface: A copy of the program's interface; it gets the new inputs.
-        weights: Names of weights in the graph.
+        weights: Names of weights in the graph that have low-rank updates.
+        own: Names of parameters in the graph that have full differences.
 
     Returns:
-        The weights with other uses. All members of a batch must have one update of these.
+        The parameters with other uses. All members of a batch must have one update of these.
     """
     inputs = GraphInputs(graph, interface)
     derived = {item.name: item for item in interface.derived}
     whole: set[str] = set()
     for node in list(graph.nodes):
         product = interface.products.get(node.name)
-        if node.op == "call_function" and product is not None and product.weight in weights:
+        if node.op != "call_function" or product is None:
+            continue
+        if product.weight in own or bias_of(node, interface) in own:
+            make_own(inputs, node, product)
+        if product.weight in weights:
             add_term(graph, inputs, node, product)
     for node in list(graph.find_nodes(op="get_attr")):
         item = derived.get(str(node.target))
         weight = str(node.target) if item is None else item.origin
-        users = [user for user in node.users if user.name not in interface.products]
-        if weight not in weights or not users:
+        users = [user for user in node.users if not serves(user, node, interface)]
+        if not (weight in weights or weight in own) or not users:
             continue
         whole.add(weight)
         changed = Updated(weight) if item is None else Updated(weight, item.order, item.shape)
@@ -53,6 +73,46 @@ def add_low_rank(graph: fx.Graph, interface: Interface, weights: Collection[str]
     graph.eliminate_dead_code()
     graph.lint()
     return whole
+
+
+def serves(user: fx.Node, parameter: fx.Node, interface: Interface) -> bool:
+    """Return True if a parameter is the weight or the bias of a layer that terms are added to."""
+    if user.name not in interface.products:
+        return False
+    return user.args[1] is parameter or bias_of(user, interface) == str(parameter.target)
+
+
+def bias_of(node: fx.Node, interface: Interface) -> str | None:
+    """Return the name of a layer's bias, if it is a parameter as the module has it."""
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    if not isinstance(bias, fx.Node) or bias.op != "get_attr":
+        return None
+    name = str(bias.target)
+    return None if any(item.name == name for item in interface.derived) else name
+
+
+def make_own(inputs: GraphInputs, node: fx.Node, product: Product) -> None:
+    """Let the rows of some requests be multiplied by a weight of their own."""
+    rows, weight = node.args[:2]
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    name, interface = bias_of(node, inputs.interface), inputs.interface
+    assert isinstance(weight, fx.Node), "a parameter"
+    item = next((d for d in interface.derived if d.name == str(weight.target)), None)
+    own = OwnWeights(product.weight)
+    if item is not None:
+        own = OwnWeights(product.weight, item.order, item.shape)
+    groups = OwnGroups(product.weight, name, product.segments)
+    biases = own if name is None else OwnBiases(name)
+    node.args = (
+        rows,
+        weight,
+        bias,
+        inputs.find(f"own_{weight.target}", own),
+        inputs.find(f"own_{name or weight.target}", biases),
+        inputs.find(f"owners_{product.weight}_{slug(product.segments)}", groups),
+    )
+    node.kwargs = {}
+    node.target = ops.own_linear
 
 
 def add_term(graph: fx.Graph, inputs: GraphInputs, node: fx.Node, product: Product) -> None:

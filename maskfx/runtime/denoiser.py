@@ -30,6 +30,7 @@ from maskfx.runtime.editing import current_editing
 from maskfx.runtime.execution.dense_batch import CallGroup, DenseBatcher
 from maskfx.runtime.execution.executor import BatchExecutor, Split
 from maskfx.runtime.execution.prefetch import Stopwatch
+from maskfx.runtime.execution.twins import Changed
 from maskfx.runtime.hardware.cpu_threads import sharing_cores
 from maskfx.runtime.load_choice import LoadChoice
 from maskfx.runtime.lora.adapter import Updates
@@ -81,6 +82,7 @@ class CompiledDenoiser:
         self._validator = Validator(module, self._known, self._samples, self._weights)
         self.adapters = DenoiserAdapters(self._validator.adapters, self._executor)
         self._batcher, self.dense_ways = DenseBatcher(module, roles), DenseWays()
+        self._lock = threading.RLock()  # forget() waits until the running step ends
         self._changes = ModuleChanges(
             module,
             self._weights,
@@ -89,8 +91,9 @@ class CompiledDenoiser:
             self._executor,
             self._validator,
             (self._batcher, self._samples),
+            self._lock,
         )
-        self._lock = threading.RLock()  # forget() waits until the running step ends
+        self.in_place = self._changes.in_place
         self.planner: Planner | None = None
         self.level_shares: tuple[LevelShare, ...] = ()  # of its FLOPs, for predictions of costs
         if example_inputs is not None:
@@ -137,11 +140,12 @@ class CompiledDenoiser:
     @torch.no_grad()
     def plain_step(self, step: AnyStep) -> Any:
         """Run the module itself on the inputs of a step, with its adapters."""
-        self._changes.follow()
-        with adapted([(1, self._validator.adapters.of(step.adapters))]):
-            output = self.module(**step.inputs)
-        self._weights.settle()
-        return output
+        with self._lock:
+            self._changes.follow()
+            with adapted([(1, self._validator.adapters.of(step.adapters))]):
+                output = self.module(**step.inputs)
+            self._weights.settle()
+            return output
 
     @torch.no_grad()
     def alike(
@@ -156,13 +160,11 @@ class CompiledDenoiser:
 
     @torch.no_grad()
     def plain_together(self, group: CallGroup) -> list[Any]:
-        """Run the module itself once for all calls of a group.
-
-        Call `alike` right before: it checks for changed weights, and this method doesn't.
-        """
-        outputs = self._batcher.run(group)
-        self._weights.settle()
-        return outputs
+        """Run the module itself once for a group of `alike`, which checks for changed weights."""
+        with self._lock:
+            outputs = self._batcher.run(group)
+            self._weights.settle()
+            return outputs
 
     @property
     def stays_alone(self) -> list[str]:
@@ -206,7 +208,7 @@ class CompiledDenoiser:
 
     @contextmanager
     def unlocked(self) -> Iterator[None]:
-        """Let other threads run steps while a `split` of this thread waits for other processes."""
+        """Let other threads run steps while a `split` waits for other processes."""
         self._lock.release()
         try:
             yield
@@ -219,11 +221,11 @@ class CompiledDenoiser:
 
     @torch.no_grad()
     def prepared(
-        self, steps: Sequence[AnyStep], weights: frozenset[str] | None = None, single: bool = False
+        self, steps: Sequence[AnyStep], changed: Changed | None = None, single: bool = False
     ) -> list[tuple[Program, Frame, list[Member]]]:
         """Return batches with the values of their inputs, for a rank; see `DenoiserAdapters`."""
         with self._one_step():
-            return self._batches.prepared(self._validator.calls(steps, single), weights)
+            return self._batches.prepared(self._validator.calls(steps, single), changed)
 
     @contextmanager
     def _one_step(self) -> Iterator[None]:
@@ -259,10 +261,7 @@ class CompiledDenoiser:
         yield from self._batches.batches(self._validator.calls(steps))
 
     def members(self, steps: Sequence[AnyStep]) -> Iterator[tuple[Program, list[Member]]]:
-        """Yield, per program, the calls with active sites as members of a batch, in their order.
-
-        A call that runs as one call per sample is one member, with the batch of its samples.
-        """
+        """Yield, per program, the calls with active sites as members; samples of a call are one."""
         for program, _, members in self.groups(steps):
             yield program, members
 
@@ -313,7 +312,8 @@ class CompiledDenoiser:
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the weights; recordings with another fingerprint are refused."""
-        self._changes.follow()
+        if not self.in_place.written:  # else it is known, and adapters stay where they are
+            self._changes.follow()
         return self._weights.fingerprint()
 
     @property
@@ -352,7 +352,7 @@ class CompiledDenoiser:
 
     @property
     def loader(self) -> Loader | None:
-        """Return the loader that loads cached rows while a graph computes."""
+        """Return what loads cached rows while a graph computes."""
         return self._executor.graphs.loads.loader
 
     @property

@@ -17,6 +17,7 @@ from maskfx.ir.program import Program, SideGraph
 from maskfx.runtime.batch import flops
 from maskfx.runtime.batch.flops import RowSet
 from maskfx.runtime.dense_ways import DenseWays
+from maskfx.runtime.in_place import InPlace
 
 RATIOS = (0.1, 0.2)
 PATCH_BATCH = (
@@ -35,6 +36,7 @@ class Explained(Protocol):
     def settings(self) -> Settings: ...
 
     dense_ways: DenseWays
+    in_place: InPlace
 
     @property
     def compilations(self) -> Sequence[Compilation]: ...
@@ -63,6 +65,8 @@ def explain(denoiser: Explained, mask_ratio: float = 0.1) -> str:
         lines += ["", PATCH_BATCH, *(f"  {line}" for line in denoiser.dense_ways.lines())]
     lines += ["", f"Cached rows are loaded {denoiser.loads}."]
     lines += ["", f"Steps whose masks come again {denoiser.replays}."]
+    if in_place := denoiser.in_place.costs.describe():
+        lines += ["", in_place]
     for why in denoiser.stays_alone:
         lines += ["", f"Requests that compute everything don't share calls of the module: {why}."]
     return "\n".join(lines)

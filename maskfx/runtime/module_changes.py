@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import nn
 
 from maskfx.runtime.execution.executor import BatchExecutor
 from maskfx.runtime.hardware.offload import bring
+from maskfx.runtime.in_place import InPlace
 from maskfx.runtime.load_choice import LoadChoice
 from maskfx.runtime.programs.program_cache import ProgramCache
 from maskfx.runtime.validation.validator import Validator
@@ -27,6 +29,7 @@ class ModuleChanges:
 
     Args:
         others: Parts with captures beside those of the programs.
+        lock: Held while a step runs.
     """
 
     def __init__(
@@ -38,14 +41,19 @@ class ModuleChanges:
         executor: BatchExecutor,
         validator: Validator,
         others: Sequence[Forgets],
+        lock: AbstractContextManager[object],
     ) -> None:
         self._module, self._weights, self._loads = module, weights, loads
         self._programs, self._executor, self._validator = programs, executor, validator
         self._others = others
+        self.in_place = InPlace(
+            module, weights, programs, executor, validator.adapters, lock, lambda: loads.settings
+        )
 
     def follow(self) -> None:
         """Bring the module to its device, and forget what a change of its weights invalidates."""
         bring(self._module)
+        self.in_place.leave()
         self.choose()
         change = self._weights.change()
         if change is WeightChange.TENSORS:  # captured graphs hold the old tensors
@@ -74,6 +82,7 @@ class ModuleChanges:
 
     def weights_changed(self) -> None:
         """Invalidate what was computed from weights, and code compiled with pre-packed weights."""
+        self.in_place.leave()
         self._weights.forget()
         self._validator.forget()
         self._programs.doubt()

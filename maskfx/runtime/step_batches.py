@@ -16,6 +16,7 @@ from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.loader import Loading
 from maskfx.runtime.execution.dense_fallback import recorded_output, run_in_full
 from maskfx.runtime.execution.executor import BatchExecutor, Split
+from maskfx.runtime.execution.twins import Changed
 from maskfx.runtime.programs.program_cache import ProgramCache
 from maskfx.runtime.steps import ValidatedCall
 from maskfx.runtime.validation.sample_calls import SampleCalls
@@ -73,13 +74,13 @@ class StepBatches:
         return results
 
     def prepared(
-        self, calls: Sequence[ValidatedCall], weights: frozenset[str] | None
+        self, calls: Sequence[ValidatedCall], changed: Changed | None
     ) -> list[tuple[Program, Frame, list[Member]]]:
         """Return the batches with the values of their inputs; see `BatchExecutor.prepared`."""
         return [
             batch
             for program, own in self._by_program(call for call in calls if call.has_rows)
-            for batch in self._executor.prepared(program, own, weights)
+            for batch in self._executor.prepared(program, own, changed)
         ]
 
     def batches(

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -95,6 +97,7 @@ class Weights:
 
     def __init__(self, module: nn.Module, fingerprint: str | None = None) -> None:
         self.module, self._given = module, fingerprint
+        self._writing, self._written = threading.Lock(), False
         self.restart()
 
     def restart(self) -> None:
@@ -159,6 +162,10 @@ class Weights:
         """
         if whole_hook(self.module) is not None:  # its weights move, and samples hold their memory
             return False
+        with self._writing:
+            return not self._written and self._overwritten()
+
+    def _overwritten(self) -> bool:
         if not self._same:
             self._samples = self._sampled = None
             return False
@@ -167,6 +174,17 @@ class Weights:
         now = [as_bytes(torch.stack(few).view(torch.uint8)) for few in (*samples, *cast)]
         before, self._sampled, self._samples = self._sampled, now, samples
         return before not in (None, now)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Write other numbers into the weights within the context, which is no change of them.
+
+        Until they are restored in the same way, the fingerprint is that of the numbers before.
+        """
+        with self._writing:
+            self._written = not self._written
+            yield
+            self._version = self._count()
 
     def accept(self) -> None:
         """Accept the tensors' present addresses: the same numbers were moved."""

@@ -1,4 +1,4 @@
-"""The number of control images and of scales of a request: one per ControlNet of the model."""
+"""The ControlNets of a request, and the number of its control images and scales: one for each."""
 
 from __future__ import annotations
 
@@ -6,18 +6,45 @@ from collections.abc import Sequence
 
 from maskfx.serve.errors import ApiError
 
+NONE = "none"  # the value of the field `controlnet` for a request without any
+Chosen = list[tuple[str, float | None]]  # nets, with their scales if they are given
+
+
+def nets_in(text: str | None, nets: Sequence[str]) -> Chosen:
+    """Return the ControlNets that the field `controlnet` chooses of a model's; all by default.
+
+    Raises ApiError for a name that the model doesn't have, and for one that comes twice.
+    """
+    if text is None:
+        return [(name, None) for name in nets]
+    if text == NONE:
+        return []
+    pairs = [one.partition(":") for one in text.split(",")]
+    names = [name for name, _, _ in pairs]
+    for place, name in enumerate(names):
+        if name not in nets or name in names[:place]:
+            problem = "is named twice" if name in nets else f"isn't one of {', '.join(nets)}"
+            raise ApiError("invalid_value", f"controlnet: {name!r} {problem}.", param="controlnet")
+    return [(name, float(scale) if scale else None) for name, _, scale in pairs]
+
 
 def check_controls(sent: int, nets: int) -> None:
-    """Raise ApiError if the number of control images differs from that of the ControlNets."""
+    """Raise ApiError if the number of control images differs from that of the ControlNets used."""
     if sent == nets:
         return
+    if nets == 0:
+        raise ApiError(
+            "invalid_value",
+            "control_image must be left out, as the request uses no ControlNet.",
+            param="control_image",
+        )
     if sent == 0 and nets == 1:
         raise ApiError(
             "missing_parameter",
             "This model needs a control image; send one as control_image.",
             param="control_image",
         )
-    wanted = "once" if nets == 1 else f"{nets} times, in the order of the model's ControlNets"
+    wanted = "once" if nets == 1 else f"{nets} times, in the order of the ControlNets"
     raise ApiError(
         "invalid_value" if sent else "missing_parameter",
         f"control_image must be given {wanted}, not {sent} times.",
@@ -26,8 +53,8 @@ def check_controls(sent: int, nets: int) -> None:
 
 
 def check_scales(scales: Sequence[float] | None, nets: int) -> None:
-    """Raise ApiError unless there is one scale for all ControlNets, or one for each."""
-    if scales is None or len(scales) in (1, nets):
+    """Raise ApiError unless there is one scale for all ControlNets used, or one for each."""
+    if scales is None or len(scales) in (1, nets) and nets:
         return
     wanted = "one number" if nets == 1 else f"one number, or one per ControlNet, which are {nets}"
     raise ApiError(

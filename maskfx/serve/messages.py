@@ -91,6 +91,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     site: int
     slots: int  # concurrent requests
     controls: int = 1
+    nets: list[str] = []  # names of the ControlNets
     margin: int = 0
     every: int = 1
     least: int = LEAST

@@ -126,6 +126,15 @@ class Metrics:
         self.adapter_waits_total = self._counter(
             "adapter_waits_total", "Requests that waited for a LoRA."
         )
+        self.adapter_in_place_steps_total = self._counter(
+            "adapter_in_place_steps_total", "Steps whose members shared LoRAs in the weights."
+        )
+        self.adapter_low_rank_steps_total = self._counter(
+            "adapter_low_rank_steps_total", "Steps whose members shared LoRAs as low-rank terms."
+        )
+        self.adapter_writes_total = self._counter(
+            "adapter_writes_total", "Sets of LoRAs written into the weights."
+        )
         self.adapter_load_seconds_total = self._counter(
             "adapter_load_seconds_total", "Time of loading LoRA files."
         )
@@ -198,6 +207,9 @@ class Metrics:
             "waits": (self.adapter_waits_total, 1),
             "load_ms": (self.adapter_load_seconds_total, 1e-3),
             "wait_ms": (self.adapter_wait_seconds_total, 1e-3),
+            "in_place": (self.adapter_in_place_steps_total, 1),
+            "with_terms": (self.adapter_low_rank_steps_total, 1),
+            "writes": (self.adapter_writes_total, 1),
         }
 
     def net_counters(self) -> dict[str, Counter]:

@@ -29,6 +29,8 @@ REUSE = r"^(off|judge|[0-9](\.[0-9]{1,6})?)$"  # of patches; a number is a relat
 SEEDS = 2**63 - 1
 CONTROLS = 16  # control images of a request, at most
 SCALE = 10.0  # of a ControlNet's results, at most
+NET = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(:(10(\.0{1,4})?|[0-9](\.[0-9]{1,4})?))?"
+NETS = rf"^{NET}(,{NET}){{0,15}}$"  # NAME or NAME:SCALE, or none
 
 
 class RequestKind(Enum):
@@ -119,6 +121,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             min_length=1,
             max_length=CONTROLS,
             description="One number for all ControlNets, or one per ControlNet in their order.",
+        ),
+    ] = None
+    nets: Annotated[
+        str | None,
+        Parameter("controlnet"),
+        Field(
+            pattern=NETS,
+            description="Which ControlNets it uses: NAME, or NAME:SCALE, and more of them after "
+            "commas, or none. All by default.",
         ),
     ] = None
     late_control: Annotated[
@@ -223,6 +234,7 @@ class Card:
     site: int = 8  # pixels along a site of the latents, for the web page's overlay
     loras: tuple[str, ...] = ()
     controls: int = 1  # control images of a request, if the model takes any: one per ControlNet
+    nets: tuple[str, ...] = ()  # names of the ControlNets, if requests may choose some of them
     margin: int = 0  # sites around a mask that an edit computes, too
     every: int = 1  # an edit computes about every n-th step
     least: int = LEAST  # of steps that it computes, however few there are

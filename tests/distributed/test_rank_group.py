@@ -27,7 +27,7 @@ from tests.factories import emulated
 from tests.factories.lora import update_of
 from tests.factories.masks import MASKS
 from tests.factories.thread_ranks import ThreadRanks
-from tests.runtime import test_sample_calls as ragged
+from tests.runtime.validation import test_sample_calls as ragged
 
 EVEN = Partition(((1.0, 1.0),) * 2)
 

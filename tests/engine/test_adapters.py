@@ -20,6 +20,7 @@ from maskfx.engine.ticket import Ticket, TicketState
 from maskfx.errors import AdapterError, Cancelled, DeadlineMissed, InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.profile import profile_adapter
+from maskfx.runtime.lora.in_place_costs import InPlaceCosts
 from maskfx.runtime.lora.profile import store_profile
 from maskfx.runtime.lora.registry import Adapters
 from maskfx.serve.scheduling.elastic import ElasticRounds
@@ -161,6 +162,39 @@ def test_requests_with_different_adapters_share_steps(
     for one, other in zip(alone, together, strict=True):
         assert distance(one, other) < 1e-4
     assert all(distance(alone[0], other) > 1e-3 for other in alone[1:])
+
+
+def test_adapters_that_all_members_share_are_in_the_weights_meanwhile(
+    pipe: Any, adapters: Adapters, tmp_path: Path
+) -> None:
+    """From the third step of a request alone on, until another request joins."""
+    for seed, name in enumerate(("alone", "joins")):
+        adapters.register(name, style(tmp_path, pipe, name, seed=seed))
+    before = copy.deepcopy(pipe.unet.state_dict())
+    denoiser = pipeline_state_of(pipe).denoisers["unet"]
+    denoiser.in_place.costs = InPlaceCosts()
+
+    def given() -> dict[str, Any]:
+        return {**whole(num_inference_steps=20, strength=1.0), "quality": "all-steps"}
+
+    wanted = [pipe(**given(), lora=name).images for name in ("alone", "joins")]
+    assert not denoiser.in_place.costs.steps_in_place, "outside of an engine they never are"
+    denoiser.in_place.costs = InPlaceCosts()
+    with maskfx.Engine() as engine:
+        first = engine.submit(pipe, **given(), lora="alone")
+        until(lambda: any(step.in_place for step in engine.steps))
+        second = engine.submit(pipe, **given(), lora="joins")
+        found = [ticket.result(60).images for ticket in (first, second)]
+        several = [step for step in engine.steps if step.requests == 2]
+        assert several
+        assert not any(step.in_place for step in several)
+    for one, other in zip(wanted, found, strict=True):
+        assert distance(one, other) < 1e-4
+    assert distance(*wanted) > 1e-3
+    after = pipe.unet.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert denoiser.in_place.costs.fell_back == 1
+    assert not adapters.counts().failures
 
 
 def test_a_store_that_hangs_fails_its_own_request_only(

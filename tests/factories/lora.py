@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from maskfx.runtime.lora.adapter import Adapter, Layers, LowRank, WeightedLayers
+from maskfx.runtime.lora.adapter import (
+    Adapter,
+    Difference,
+    LayerChange,
+    Layers,
+    LowRank,
+    WeightedLayers,
+)
 
 KINDS = (nn.Linear, nn.Conv2d)
 
@@ -37,6 +44,43 @@ def update_of(
     return WeightedLayers(layers_of(module, rank, seed, share), weight, f"{rank}.{seed}.{share}")
 
 
+def differences_of(
+    module: nn.Module,
+    seed: int,
+    share: float = 1.0,
+    gain: float = 0.3,
+    kinds: tuple[type[nn.Module], ...] = (nn.Module,),
+) -> Layers:
+    """Return full differences of the weights and biases of a share of the layers."""
+    draw = torch.Generator().manual_seed(seed)
+    found: dict[str, Difference] = {}
+    for path, layer in module.named_modules():
+        if not isinstance(layer, kinds) or float(torch.rand(1, generator=draw)) >= share:
+            continue
+        own = {}
+        for name in ("weight", "bias"):
+            value = getattr(layer, name, None)
+            if isinstance(value, nn.Parameter):
+                change = torch.randn(value.shape, generator=draw)
+                length = max(1e-2, float(value.detach().norm() / change.norm()))
+                own[name] = gain * length * change
+        if own:
+            found[path] = Difference(**own)
+    return found
+
+
+def difference_of(
+    module: nn.Module, seed: int, share: float = 1.0, weight: float = 1.0, **more: Any
+) -> WeightedLayers:
+    found = differences_of(module, seed, share, **more)
+    return WeightedLayers(found, weight, f"whole {seed}.{share}.{more}")
+
+
+def low_rank(change: LayerChange) -> LowRank:
+    assert isinstance(change, LowRank)
+    return change
+
+
 def adapter_of(pipe: Any, rank: int, seed: int, *names: str, share: float = 1.0) -> Adapter:
     """Return an adapter of these components of a pipeline."""
     parts = {name: layers_of(getattr(pipe, name), rank, seed, share) for name in names}
@@ -48,11 +92,18 @@ def merge(module: nn.Module, updates: Sequence[WeightedLayers]) -> nn.Module:
     with torch.no_grad():
         for one in updates:
             for path, layer in one.layers.items():
-                weight = module.get_submodule(path).weight
-                assert isinstance(weight, nn.Parameter)
-                change = layer.up @ layer.down.flatten(1)
-                weight.add_(change.view(weight.shape), alpha=one.weight * layer.scale)
+                found = module.get_submodule(path)
+                change = layer.weight if isinstance(layer, Difference) else product(layer)
+                for name, own in (("weight", change), ("bias", layer.bias)):
+                    if own is not None:
+                        value = getattr(found, name)
+                        assert isinstance(value, nn.Parameter)
+                        value.add_(own.view(value.shape), alpha=one.weight)
     return module
+
+
+def product(layer: LowRank) -> torch.Tensor:
+    return layer.scale * layer.up @ layer.down.flatten(1)
 
 
 def merged(module: nn.Module, updates: Sequence[WeightedLayers]) -> nn.Module:

@@ -586,6 +586,7 @@ def samples() -> dict[Any, tuple[Any, ...]]:
             torch.tensor([2, 6], dtype=torch.int32),
         ),
         ops.add_low_rank: low_rank_sample(),
+        ops.own_linear: own_sample(),
     }
 
 
@@ -594,6 +595,14 @@ def low_rank_sample() -> tuple[Tensor, ...]:
     base, rows = numbers(6, 3, seed=1).float(), numbers(6, 4).float()
     down, up = numbers(5, 4, seed=2).float(), numbers(5, 3, seed=3).float()
     return base, rows, down, up, torch.tensor([[0, 2, 0, 2], [2, 3, 2, 5], [3, 6, 0, 2]])
+
+
+def own_sample() -> tuple[Tensor, ...]:
+    """The first request has its own bias in both segments, the second its own weight."""
+    rows, weight, bias = numbers(6, 4).float(), numbers(3, 4, seed=1).float(), numbers(3).float()
+    weights, biases = numbers(1, 3, 4, seed=2).float(), numbers(1, 3, seed=3).float()
+    groups = torch.tensor([[0, 2, 1, 0], [2, 3, 0, 1], [3, 6, 1, 0]])
+    return rows, weight, bias, weights, biases, groups
 
 
 def test_every_operator_has_a_sample() -> None:
@@ -654,8 +663,11 @@ def poisoned(op: Any) -> tuple[tuple[Any, ...], Tensor | None]:
         case ops.add_low_rank:
             arguments[1][second] = nan
             arguments[2][2:] = nan
+        case ops.own_linear:
+            arguments[0][second] = nan
+            arguments[3][0] = nan
     by_row = op in (ops.scale_shift, ops.attend, ops.owner_product, ops.pick_tokens)
-    by_row = by_row or op in (ops.add_low_rank, ops.site_pair_sum, ops.site_moments)
+    by_row = by_row or op in (ops.add_low_rank, ops.own_linear, ops.site_pair_sum, ops.site_moments)
     return arguments, torch.tensor(first if by_row else [0])
 
 
@@ -696,6 +708,21 @@ def test_low_rank_terms_are_those_of_each_row() -> None:
         assert torch.equal(found[own], wide[0][own])
     none = ops.add_low_rank(base, rows, down[:0], up[:0], groups[:0])
     assert torch.equal(none, base)
+
+
+def test_requests_have_weights_and_biases_of_their_own() -> None:
+    rows, weight, bias, weights, biases, groups = own_sample()
+    common = torch.nn.functional.linear(rows, weight, bias)
+    found = ops.own_linear(rows, weight, bias, weights, biases, groups)
+    assert torch.allclose(found[2:3], rows[2:3] @ weights[0].T + bias)
+    for own in ([0, 1], [3, 4, 5]):
+        assert torch.allclose(found[own], common[own] - bias + biases[0], atol=1e-5)
+    # features between rows and inputs, rows of requests without any, and none at all
+    wide = torch.stack([rows, 2 * rows], 1)
+    few = ops.own_linear(wide, weight, None, weights, biases[:0], groups[1:2])
+    assert torch.allclose(few[2, 1], 2 * rows[2] @ weights[0].T, atol=1e-5)
+    assert torch.allclose(few[3, 0], rows[3] @ weight.T, atol=1e-5)
+    assert torch.equal(ops.own_linear(rows, weight, bias, weights, biases, groups[:0]), common)
 
 
 def test_grouped_products_equal_products_in_turn() -> None:

@@ -18,9 +18,9 @@ from maskfx.pipelines.profile import similarities
 from maskfx.pipelines.runs import execute
 from maskfx.pipelines.runs.run import DenoiserCall, PipelineRun
 from maskfx.pipelines.runs.step_members import choose_steps
-from maskfx.runtime.lora.adapter import Adapter, LowRank
+from maskfx.runtime.lora.adapter import Adapter
 from maskfx.runtime.programs import program_cache
-from tests.factories.lora import adapter_of, merge_into
+from tests.factories.lora import adapter_of, low_rank, merge_into
 from tests.factories.pipelines import (
     PIPES,
     anew,
@@ -232,9 +232,7 @@ def test_encoders_elsewhere_have_the_adapters_of_their_request(outside: Any) -> 
 def test_arguments_that_are_wrong() -> None:
     pipe, (one, _) = compiled(FLUX), adapters(FLUX, "transformer")
     call = call_of(PIPES[FLUX], 0, square())
-    layer = LowRank(
-        one.parts["transformer"]["x_embedder"].down, one.parts["transformer"]["x_embedder"].up, 1.0
-    )
+    layer = replace(low_rank(one.parts["transformer"]["x_embedder"]), scale=1.0)
     for given, message in (
         ("name", "no adapter of this name is registered"),
         ([3], "give the name of a registered adapter"),

@@ -253,7 +253,7 @@ def test_many_sets_of_layers_end_with_one_twin() -> None:
         check_members(denoiser, module, [(own,)])
     assert denoiser._executor.twins.made == 3 + twins.TWINS
     [known] = denoiser._executor.twins._twins.values()
-    assert [len(weights) for weights in known] == [3 + twins.TWINS]
+    assert [len(twin.weights) for twin in known.values()] == [3 + twins.TWINS]
     codes = {code for code, *_ in denoiser._executor.graphs.runners}
     assert codes == {*denoiser.programs, *(twin.program.code for twin in known.values())}
 

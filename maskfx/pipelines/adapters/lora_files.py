@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from types import SimpleNamespace
@@ -18,8 +18,10 @@ import xxhash
 from torch import Tensor, nn
 
 from maskfx.errors import InputError
+from maskfx.pipelines.adapters.layer_spellings import main_part, spellings
 from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.runtime.lora.adapter import Adapter
+from maskfx.runtime.lora.differences import differences_of, find_differences
 from maskfx.runtime.lora.files import (
     ALPHA,
     DOWN,
@@ -30,6 +32,7 @@ from maskfx.runtime.lora.files import (
     Targets,
     adapter_of,
     known_layer,
+    parameters_of,
     refuse_methods,
     split_parts,
     targets_of,
@@ -46,6 +49,7 @@ class LoraTarget:
         module: Module of the class that converts the pipeline's files.
         kind: Name of the class.
         layers: Shapes of the weights by component and layer.
+        parameters: Shapes of all weights and biases by component and name.
         unet: Config of the UNet, if there is one.
     """
 
@@ -53,6 +57,7 @@ class LoraTarget:
     kind: str
     layers: Targets
     unet: Mapping[str, object] | None = None
+    parameters: Targets = field(default_factory=dict)
 
     @classmethod
     def of(cls, pipe: Pipeline) -> LoraTarget:
@@ -64,8 +69,10 @@ class LoraTarget:
         parts = {n: p for n, p in pipe.components.items() if isinstance(p, nn.Module)}
         config = getattr(parts.get("unet"), "config", None)
         unet = None if config is None else json.loads(json.dumps(dict(config), default=str))
-        layers = {name: targets_of(part) for name, part in parts.items() if name != "vae"}
-        return cls(kind.__module__, kind.__qualname__, layers, unet)
+        parts.pop("vae", None)
+        layers = {name: targets_of(part) for name, part in parts.items()}
+        parameters = {name: parameters_of(part) for name, part in parts.items()}
+        return cls(kind.__module__, kind.__qualname__, layers, unet, parameters)
 
     @cached_property
     def fields(self) -> dict[str, object]:
@@ -74,7 +81,13 @@ class LoraTarget:
             "kind": self.kind,
             "layers": {part: dict(layers) for part, layers in self.layers.items()},
             "unet": self.unet,
+            "parameters": {part: dict(own) for part, own in self.parameters.items()},
         }
+
+    @cached_property
+    def spellings(self) -> Mapping[str, tuple[str, str]]:
+        """Part and layer by each spelling in files."""
+        return spellings({p: {n.rpartition(".")[0] for n in o} for p, o in self.parameters.items()})
 
     @cached_property
     def kind_digest(self) -> str:
@@ -93,6 +106,32 @@ def converted(
     limits: FileLimits,
 ) -> Adapter:
     """Return the adapter of a file's tensors; InputError if it doesn't fit the pipeline."""
+    shapes = {  # of a request that another process sent, lists
+        part: {key: tuple(shape) for key, shape in own.items()}
+        for part, own in target.parameters.items()
+    }
+    main = main_part(shapes)
+    found = find_differences(name, tensors, target.spellings.get, shapes, main)
+    whole = {
+        part: differences_of(name, part, layers, shapes[part])
+        for part, layers in found.by_part.items()
+    }
+    low_rank = converted_low_rank(name, found.rest, target) if found.rest else Converted({}, {})
+    return adapter_of(
+        name, low_rank.by_part, low_rank.alphas, settings, target.layers, limits, whole
+    )
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Low-rank tensors under peft's names by component, and the alphas of their layers."""
+
+    by_part: Mapping[str, Mapping[str, Tensor]]
+    alphas: Mapping[str, object]
+
+
+def converted_low_rank(name: str, tensors: dict[str, Tensor], target: LoraTarget) -> Converted:
+    """Return a file's low-rank tensors, converted by the pipeline's class."""
     kind = target.pipeline_class()
     more = {} if target.unet is None else {"unet_config": SimpleNamespace(**target.unet)}
     try:
@@ -108,9 +147,7 @@ def converted(
         part: {peft_key(key, target.layers.get(part, {})): value for key, value in own.items()}
         for part, own in split_parts(state).items()
     }
-    return adapter_of(
-        name, by_part, peft_alphas(alphas or {}, target.layers), settings, target.layers, limits
-    )
+    return Converted(by_part, peft_alphas(alphas or {}, target.layers))
 
 
 def peft_key(key: str, layers: Mapping[str, Shape]) -> str:

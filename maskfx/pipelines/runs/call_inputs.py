@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -39,6 +40,14 @@ def constants_of(inputs: Mapping[str, object]) -> Constants:
 def shapes_of(inputs: Mapping[str, object]) -> Sizes:
     leaves = pytree.tree_leaves(dict(inputs))
     return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def device_of(inputs: Mapping[str, object]) -> torch.device:
+    return next(v.device for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor))
+
+
+def on_meta(value: object) -> object:
+    return value.detach().to("meta") if isinstance(value, Tensor) else value
 
 
 def own_inputs(inputs: Mapping[str, object]) -> dict[str, object]:

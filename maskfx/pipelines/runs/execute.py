@@ -19,6 +19,7 @@ from maskfx.errors import CacheError, InputError, NumberError, SizesDisagree
 from maskfx.ir import progress
 from maskfx.ops import wide
 from maskfx.pipelines.parts.stand_in import computing
+from maskfx.pipelines.runs.adapters_in_place import adapters_in_place
 from maskfx.pipelines.runs.computed_sites import sites_of
 from maskfx.pipelines.runs.interception import bars_disabled
 from maskfx.pipelines.runs.run import DenoiserCall
@@ -62,6 +63,7 @@ def execute(
     finite: bool = False,
     executors: Executors = lambda _: None,
     threads: StepThreads | None = None,
+    in_place: bool = False,
 ) -> None:
     """Run all calls; set the error of each that fails, and the results of the others.
 
@@ -75,6 +77,8 @@ def execute(
         executors: returns where the steps of a denoiser are computed.
         threads: for these steps. With them, calls that nothing of this step reads (`late`) may
             still run when this function returns; by default all have ended.
+        in_place: whether adapters that all calls of a denoiser share may be written into its
+            weights and stay there; the caller ends that (`CompiledDenoiser.in_place`).
     """
     left, own = list(calls), threads or StepThreads()
     found = {id(d): executors(d) for d in dict.fromkeys(call.denoiser for call in calls)}
@@ -86,7 +90,7 @@ def execute(
             left = [call for call in left if call not in group]
             executor = executors(group[0].denoiser)
             if executor is None:
-                run_group(group, finite)
+                run_group(group, finite, in_place=in_place)
                 continue
             started = own.start(executor, run_group, group, finite)
             for call in group:
@@ -124,7 +128,10 @@ def waits(call: DenoiserCall, left: Sequence[DenoiserCall]) -> bool:
 
 @torch.no_grad()
 def run_group(
-    calls: Sequence[DenoiserCall], finite: bool, executor: StepExecutor | None = None
+    calls: Sequence[DenoiserCall],
+    finite: bool,
+    executor: StepExecutor | None = None,
+    in_place: bool = False,
 ) -> None:
     """Run calls of one denoiser, or of several that compute the same, as one step."""
     members: list[list[CallMember]] = []
@@ -138,7 +145,12 @@ def run_group(
                 call.error = error
         members = settled(members)
         flat = [member for own in members for member in own]
-        if flat:
+        if flat and in_place:
+            with adapters_in_place(calls[0].denoiser, flat) as measured:
+                run_parts(calls[0].denoiser, flat)
+                if measured:
+                    synchronize(calls[0].denoiser)
+        elif flat:
             run_parts(calls[0].denoiser, flat, executor)
     # edits of other requests would read wrong values from a recording
     check_finite(m for m in flat if m.error is None and (finite or m.call.recording))

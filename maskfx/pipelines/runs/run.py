@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -45,12 +44,15 @@ from maskfx.pipelines.runs.call_inputs import (
     ShapeKey,
     Sizes,
     constants_of,
+    device_of,
+    on_meta,
     own_inputs,
     shape_key,
     shapes_of,
 )
 from maskfx.pipelines.runs.late_results import LateResults
 from maskfx.pipelines.runs.late_rows import LateRows
+from maskfx.pipelines.runs.silent_calls import is_zero, silent_key, zeros_of
 from maskfx.pipelines.schedules.forecasts import Forecasts
 from maskfx.pipelines.schedules.schedule import RunSchedule, latents_of, with_latents
 from maskfx.pipelines.schedules.step_count import BY_TIME, StepCount
@@ -233,6 +235,10 @@ class PipelineRun:
         times = times_of(inputs, self.step) if self.handler.reads_times else ()
         call = DenoiserCall(self, name, self.step, branch, inputs, steps, times)
         call.shape = shape_key(inputs)
+        key = (name, call.shape)
+        silent = silent_key(key, inputs)
+        if silent is not None and self.shapes.get(silent) is not None:
+            return zeros_of(self.shapes[silent], device_of(inputs))
         selection = self.handler.selection
         if self._follows:
             self._follow_function(call)
@@ -253,13 +259,14 @@ class PipelineRun:
             self.late.add(call)
             self.late.exchange(call)
         self.ledger.calls.append(call)
-        key = (name, call.shape)
-        if key not in self.shapes:
+        if key not in self.shapes or silent is not None and silent not in self.shapes:
             watched = Watched(inputs)
             self.ledger.settle()
             call.wait()
             if not made_object(call.result) and not watched.written():
                 self.shapes[key] = pytree.tree_map(on_meta, call.result)
+                if silent is not None:  # None: it isn't zero
+                    self.shapes[silent] = self.shapes[key] if is_zero(call.result) else None
             # the pipeline may change what it gets; the next step may read the call's own
             return call.result if self.late is None else pytree.tree_map(copy_of, call.result)
         hold(call.inputs)
@@ -389,11 +396,3 @@ def wait_for_call(source: object) -> None:
     """Wait for a call that is computed elsewhere."""
     if isinstance(source, DenoiserCall):
         source.wait()
-
-
-def device_of(inputs: Mapping[str, object]) -> torch.device:
-    return next(v.device for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor))
-
-
-def on_meta(value: object) -> object:
-    return value.detach().to("meta") if isinstance(value, Tensor) else value

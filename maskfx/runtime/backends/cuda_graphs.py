@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from maskfx.compiler.pieces import Piece, cut
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Interface
-from maskfx.ir.sources import CallSpans, Pairs, RankGroups, RestSpans, Spans
+from maskfx.ir.sources import CallSpans, OwnGroups, Pairs, RankGroups, RestSpans, Spans
 from maskfx.runtime.backends.eager import Runner
 from maskfx.runtime.backends.graph_function import Fetch, Run
 from maskfx.runtime.backends.pieces import PieceRunner, at_inputs
@@ -155,7 +155,10 @@ def reads_host(node: fx.Node, interface: Interface) -> bool:
     sources = [
         interface.inputs.get(str(n.target)) for n in node.all_input_nodes if n.op == "placeholder"
     ]
-    return any(isinstance(s, Spans | RestSpans | CallSpans | RankGroups | Pairs) for s in sources)
+    return any(
+        isinstance(s, Spans | RestSpans | CallSpans | RankGroups | OwnGroups | Pairs)
+        for s in sources
+    )
 
 
 def piecewise(

@@ -20,13 +20,16 @@ from maskfx.ir.lanes import Batch, Lane, is_image
 from maskfx.ir.late import is_late, wait_for
 from maskfx.ir.program import Interface
 from maskfx.ir.sources import (
+    Adapted,
     Cached,
     Down,
     Given,
     Halo,
     Kept,
     Loaded,
-    LowRank,
+    OwnBiases,
+    OwnGroups,
+    OwnWeights,
     Pairs,
     PairTable,
     RankGroups,
@@ -113,7 +116,7 @@ class Frame:
 
     def is_fixed(self, source: object) -> bool:
         """Return True if an input depends on the layout alone."""
-        return not isinstance(source, Given | Tapped | Pairs | PairTable | LowRank)
+        return not isinstance(source, Given | Tapped | Pairs | PairTable | Adapted)
 
     def jobs(self, members: Sequence[Member], names: Iterable[str]) -> list[LoadJob]:
         """Return load jobs for the cached rows among these inputs.
@@ -230,6 +233,8 @@ class Frame:
                 ]
             case RankGroups() | Down() | Up() | Updated() | Weights():
                 return []  # one copy brings tables of indices
+            case OwnWeights() | OwnBiases() | OwnGroups():
+                return []  # one copy brings tables of indices
         return [] if self.layout.on_host(source) else [self._table_of(name, source)]
 
     def _indexing(self, rows: Rows, index: Tensor) -> list[Tensor]:
@@ -264,8 +269,11 @@ class Frame:
                 )
             case PairTable():
                 return pair_table(source, members, self.layout, self._on)
-            case Down() | Up():
+            case Down() | Up() | OwnWeights() | OwnBiases():
                 return self._stacks_of()[0].read(source)
+            case OwnGroups(_, _, segments):
+                stacks, owners = self._stacks_of()
+                return stacks.own_groups(source, self.layout.row_counts(segments), owners)
             case Updated():
                 stacks, owners = self._stacks_of()
                 return stacks.updated(source, owners)

@@ -17,8 +17,8 @@ from maskfx.ir.lanes import Lane, batch_axis, fixed_count, grid_segment
 from maskfx.ir.program import Interface
 from maskfx.ir.source_sizes import row_set
 from maskfx.ir.sources import (
+    Adapted,
     CallSpans,
-    Down,
     Enter,
     Given,
     Halo,
@@ -27,15 +27,12 @@ from maskfx.ir.sources import (
     Neighbours,
     Owner,
     Parents,
-    RankGroups,
     RestSpans,
     RestStats,
     RestSum,
     Source,
     Spans,
     Subsites,
-    Up,
-    Updated,
     Weights,
 )
 from maskfx.runtime.backends.graph_function import Fetch
@@ -55,8 +52,8 @@ def padded_size(count: int, least: int = LEAST) -> int:
 
 
 def can_pad(interface: Interface) -> bool:
-    """Return True if the inputs of a program can be padded; low-rank terms and lines can't."""
-    unpadded = (Down, Up, Updated, RankGroups, Lines)
+    """Return True if the inputs of a program can be padded; those of adapters and lines can't."""
+    unpadded = (Adapted, Lines)
     segments = {s for source in interface.inputs.values() for s in segments_of(source)}
     known = all(s.startswith(KNOWN) or fixed_count(s) is not None for s in segments)
     return known and not any(isinstance(s, unpadded) for s in interface.inputs.values())

@@ -224,7 +224,7 @@ def key_of(adapters: AdapterSet | None) -> Hashable:
 
 def kind_of(call: ShapedCall, adapters: Pair) -> Hashable:
     """Return the key of a proof; there is another one for calls with different adapters."""
-    if all(own is None for own in adapters):
+    if all(own is None or not own.layers for own in adapters):
         return call.form.kind
     weights = {id(update.weight) for own in adapters if own for update in own.layers}
     return (call.form.kind, frozenset(weights))

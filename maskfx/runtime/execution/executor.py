@@ -28,7 +28,7 @@ from maskfx.runtime.execution.one_by_one import run_shared
 from maskfx.runtime.execution.side_graphs import SideMemo, run_side
 from maskfx.runtime.execution.step_results import StepResults
 from maskfx.runtime.execution.stretch_steps import apart, choose_first
-from maskfx.runtime.execution.twins import Twins
+from maskfx.runtime.execution.twins import Changed, Twins
 from maskfx.runtime.lora.stacks import StackCache
 from maskfx.runtime.sites.active import ActiveSitesCache
 from maskfx.runtime.sites.stretch_sites import StretchSites
@@ -154,15 +154,15 @@ class BatchExecutor:
         self,
         program: Program,
         calls: Sequence[ValidatedCall],
-        weights: frozenset[str] | None = None,
+        changed: Changed | None = None,
     ) -> Iterator[tuple[Program, Frame, list[Member]]]:
         """Yield the batches that `run` forms of these calls, with the values of their inputs.
 
-        With `weights`, each has the program with low-rank terms on the layers of these weights.
+        With `changed`, each has the program with terms on these parameters.
         """
         self.derived.follow(program)
         members = self.members(program, calls)
-        twin = program if weights is None else self.twins.with_terms(program, weights)
+        twin = program if changed is None else self.twins.with_terms(program, changed)
         self._drop_runners()
         for group in in_batches(members):
             chosen = [members[n] for n in group]

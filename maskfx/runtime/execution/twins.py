@@ -27,6 +27,9 @@ TWINS = 4  # kept per program, each for the layers that some adapters change
 NAMED = 64  # sets of adapters whose layers were found in a graph
 
 
+Changed = tuple[frozenset[str], frozenset[str]]  # names: low-rank updates, full differences
+
+
 class AdaptedBatch(NamedTuple):
     """Members that run together: their numbers, and the program that computes them."""
 
@@ -35,10 +38,10 @@ class AdaptedBatch(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What makes a twin: the code of its program, and the weights whose layers have terms."""
+    """What makes a twin: the code of its program, and the parameters that have terms."""
 
     code: str
-    weights: frozenset[str]
+    changed: Changed
 
 
 class Twins:
@@ -57,7 +60,7 @@ class Twins:
         self.compiles = compiles
         self.made = 0
         self.dropped: list[str] = []  # codes of twins that were replaced
-        self._twins: dict[str, dict[frozenset[str], LowRankTwin]] = {}
+        self._twins: dict[str, dict[Changed, LowRankTwin]] = {}
         self._originals: dict[str, dict[str, Tensor]] = {}
         self._named: LruCache[Hashable, NamedSet] = LruCache(NAMED)
         self._shared: LruCache[Hashable, bool] = LruCache(NAMED)
@@ -90,17 +93,17 @@ class Twins:
         code = self._base.get(program.code)
         if code is None:
             return None
-        own = (twin for twin in self._twins[code].values() if twin.program is program)
-        return Terms(code, next(own).weights)
+        twins = self._twins[code].items()
+        return Terms(code, next(own for own, twin in twins if twin.program is program))
 
-    def with_terms(self, program: Program, weights: frozenset[str]) -> Program:
-        """Return the twin with terms on the layers of exactly these weights (`terms_of`)."""
+    def with_terms(self, program: Program, changed: Changed) -> Program:
+        """Return the twin with terms on exactly these parameters (`terms_of`)."""
         known = self._twins.setdefault(program.code, {})
-        while weights not in known and len(known) >= TWINS:
+        while changed not in known and len(known) >= TWINS:
             self.dropped.append(known.pop(next(iter(known))).program.code)
         if program.code not in self._originals:
             self._originals[program.code] = originals(program)
-        return (known.get(weights) or self._made(program, weights)).program
+        return (known.get(changed) or self._made(program, changed)).program
 
     def drop(self, gone: Collection[int]) -> None:
         """Release the sets with updates of these ids (of their `Layers`)."""
@@ -166,26 +169,39 @@ class Twins:
 
     def _of(self, program: Program, sets: Collection[NamedSet | None]) -> LowRankTwin:
         """Return a twin with terms on the layers that these sets change."""
-        weights = frozenset(name for own in sets if own is not None for name in own.layers)
-        if not weights:  # all of them are in side graphs
-            return LowRankTwin(program, weights, weights)
+        changed = changed_by(sets)
+        weights, own = changed
+        if not weights and not own:  # all of them are in side graphs
+            return LowRankTwin(program, weights, own, weights)
         known = self._twins.setdefault(program.code, {})
-        if weights in known:
-            return known[weights]
+        if changed in known:
+            return known[changed]
         joins = self.compiles or program.code in self._joined or len(known) >= TWINS
-        covering = [twin for twin in known.values() if weights <= twin.weights]
+        covering = [twin for twin in known.values() if twin.covers(weights, own)]
         if covering and joins:
-            return min(covering, key=lambda twin: len(twin.weights))
+            return min(covering, key=lambda twin: len(twin.weights) + len(twin.own))
         if joins:
             self._joined.add(program.code)
-            weights = weights.union(*known)
+            weights = weights.union(*(twin.weights for twin in known.values()))
+            own = own.union(*(twin.own for twin in known.values()))
             self.dropped += [twin.program.code for twin in known.values()]
             known.clear()
-        return self._made(program, weights)
+        return self._made(program, (weights, own))
 
-    def _made(self, program: Program, weights: frozenset[str]) -> LowRankTwin:
+    def _made(self, program: Program, changed: Changed) -> LowRankTwin:
         with torch.no_grad():
-            self._twins[program.code][weights] = twin = make_twin(program, weights)
+            self._twins[program.code][changed] = twin = make_twin(program, *changed)
         self.made += 1
         self._base[twin.program.code] = program.code
         return twin
+
+
+def changed_by(sets: Collection[NamedSet | None]) -> Changed:
+    """Return the weights with low-rank updates, and the parameters with full differences.
+
+    A parameter with both is one with a full difference.
+    """
+    found = [(name, set_) for set_ in sets if set_ is not None for name in set_.layers]
+    whole = frozenset(name for name, set_ in found if set_.changes_whole(name))
+    low_rank = frozenset(name for name, set_ in found if not set_.changes_whole(name))
+    return low_rank, whole

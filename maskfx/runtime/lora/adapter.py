@@ -1,4 +1,7 @@
-"""Adapter: the low-rank updates that a LoRA file makes to the layers of a pipeline's modules."""
+"""Adapter: the updates that a file makes to the layers of a pipeline's modules.
+
+An update of a layer is low-rank, or a full difference of its weight, its bias or both.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,13 @@ class LowRank:
         down: (rank, inputs), or (rank, inputs, height, width) for a convolution.
         up: (outputs, rank).
         scale: Alpha divided by the rank.
+        bias: What is added to the layer's bias, which `scale` doesn't change.
     """
 
     down: Tensor
     up: Tensor
     scale: float
+    bias: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -28,15 +33,40 @@ class LowRank:
 
     @property
     def nbytes(self) -> int:
-        return self.down.nbytes + self.up.nbytes
+        return sum(own.nbytes for own in tensors_of(self))
 
 
-Layers = Mapping[str, LowRank]  # by the path of the layer in its module
+@dataclass(frozen=True, eq=False)
+class Difference:
+    """What is added to one layer's weight and bias, whole; None where nothing is.
+
+    The layer may be of any kind that has parameters of these names.
+    """
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(own.nbytes for own in tensors_of(self))
+
+
+LayerChange = LowRank | Difference
+Layers = Mapping[str, LayerChange]  # by the path of the layer in its module
+
+
+def tensors_of(change: LayerChange) -> list[Tensor]:
+    """Return the tensors of an update, in the order of its fields."""
+    if isinstance(change, LowRank):
+        found = [change.down, change.up, change.bias]
+    else:
+        found = [change.weight, change.bias]
+    return [one for one in found if one is not None]
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A LoRA, parsed and checked against a pipeline.
+    """A LoRA or another file of updates, parsed and checked against a pipeline.
 
     Args:
         name: Name of the file, or of its registration.

@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,8 +29,9 @@ aten = torch.ops.aten
 LINEAR = {F.linear, aten.linear.default}
 CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
 CONVOLUTIONS |= {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
-GROUPS = 6  # index of a convolution's argument
-BIAS = 2
+NORMS = {F.layer_norm: (2, 3), F.group_norm: (2, 3), F.rms_norm: (2, None)}
+WEIGHT, BIAS = 1, 2  # indices of the arguments of layers
+GROUPS = 6  # of a convolution
 
 Place = tuple[int, int, LayerUpdate]  # the batch elements that an update is for: start, stop
 Members = Sequence[tuple[int, AdapterSet | None]]  # of each member: batch elements, adapters
@@ -49,7 +52,7 @@ def adapted(members: Members) -> AbstractContextManager[object]:
     outermost, or `NotSeparable` is raised.
     """
     sets = {None if own is None else own.key: own for _, own in members}
-    if not any(sets.values()):
+    if not any(own is not None and own.layers for own in sets.values()):
         return nullcontext()
     if len(sets) == 1:
         members = [(1, members[0][1])]
@@ -93,7 +96,7 @@ class AdaptedCalls(TorchFunctionMode):
         places = self.packed.get(id(layer))
         if places is None or threading.get_ident() != self._thread:
             return None
-        return self._with_terms(args[0], out, places, linear_term)
+        return self._with_terms(args[0], out, places, packed_term)
 
     def __torch_function__(
         self,
@@ -106,12 +109,9 @@ class AdaptedCalls(TorchFunctionMode):
         used = [v for v in tensors_in((*args, *kwargs.values())) if id(v) in self.updates]
         if not used:
             return func(*args, **kwargs)
-        weight = args[1] if len(args) > 1 else kwargs.get("weight")
-        if len(used) == 1 and used[0] is weight and len(args) > 0:
-            if func in LINEAR:
-                return self._linear(func, args, kwargs)
-            if func in CONVOLUTIONS and argument(args, kwargs, GROUPS, "groups", 1) == 1:
-                return self._convolution(func, args, kwargs)
+        layer = LayerCall.of(func, args, kwargs)
+        if layer is not None and layer.takes(used) and self._serves(layer):
+            return self._layer(layer)
         found = func(*args, **kwargs)
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(found)):
             return found  # a shape, a dtype
@@ -124,34 +124,74 @@ class AdaptedCalls(TorchFunctionMode):
         found = self.updates.get(id(value))
         return value if found is None else found[0][2].whole()
 
-    def _linear(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    def _serves(self, layer: LayerCall) -> bool:
+        """Return True unless a low-rank term can't be added to the layer's result."""
+        terms = [u for *_, u in self.updates.get(id(layer.weight), ()) if u.terms]
+        return not terms or layer.term is not None
+
+    def _layer(self, layer: LayerCall) -> Tensor:
+        """Return a layer's result with the members' updates.
+
+        Members with full differences are computed with parameters of their own.
+        """
+        weights, biases = (self.updates.get(id(own), ()) for own in (layer.weight, layer.bias))
+        changed: dict[tuple[int, int], list[Tensor | None]] = {}
+        for index, places in enumerate((weights, biases)):
+            for start, stop, update in places:
+                if update.differences:
+                    pair = changed.setdefault((start, stop), [None, None])
+                    pair[index] = update.with_differences()
+        low_rank = [place for place in weights if place[2].terms]
+        out = self._changed(layer, changed)
+        in_place = out.is_contiguous() and out.dtype == layer.rows.dtype
+        if low_rank and layer.term is linear_term and in_place:
+            self._add_linear(layer.rows, out, low_rank)
+        elif low_rank:
+            assert layer.term is not None, "checked before"
+            out = self._with_terms(layer.rows, out, low_rank, layer.term)
+        return out[0] if layer.single else out
+
+    def _add_linear(self, rows: Tensor, out: Tensor, places: Sequence[Place]) -> None:
+        """Add the members' terms to a linear layer's result, which nothing else has."""
+        each = self._each(rows) if self.several else 0
+        for start, stop, update in places:
+            own, into = rows, out
+            if self.several:
+                own, into = (value[start * each : stop * each] for value in (rows, out))
+            down, up = update.matrices(own)
+            narrow = own.reshape(-1, own.shape[-1]) @ down
+            into.view(-1, into.shape[-1]).addmm_(narrow, up)
+
+    def _changed(
+        self, layer: LayerCall, changed: Mapping[tuple[int, int], Sequence[Tensor | None]]
     ) -> Tensor:
-        rows: Tensor = args[0]
-        out: Tensor = func(*args, **kwargs)
+        """Return a layer's result, of these members with parameters of their own."""
+        if not changed:
+            return layer.run(layer.rows)
+        if not self.several:
+            [pair] = changed.values()
+            return layer.run(layer.rows, *pair)
+        each, parts, done = self._each(layer.rows), list[Tensor](), 0
+        for (start, stop), pair in (*sorted(changed.items(), key=itemgetter(0)), (self._end, ())):
+            if done < start:
+                parts.append(layer.run(layer.rows[done * each : start * each]))
+            if start < stop:
+                parts.append(layer.run(layer.rows[start * each : stop * each], *pair))
+            done = stop
+        out = torch.cat(parts)
+        if out.shape[0] != layer.rows.shape[0]:
+            raise NotSeparable(f"{layer.func} changes the number of rows")
+        return out
 
-        places = self.updates[id(argument(args, kwargs, 1, "weight", None))]
-        return self._with_terms(rows, out, places, linear_term)
+    @property
+    def _end(self) -> tuple[int, int]:
+        return self.total, self.total
 
-    def _convolution(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, object]
-    ) -> Tensor:
-        weight = argument(args, kwargs, 1, "weight", None)
-        if args[0].dim() != weight.dim():
-            args = (args[0][None], *args[1:])
-            alone: Tensor = self._convolution(func, args, kwargs)[0]
-            return alone
-        rest = args[BIAS + 1 :]
-        named = {k: v for k, v in kwargs.items() if k not in ("weight", "bias")}
-
-        def term(own: Tensor, update: LayerUpdate) -> Tensor:
-            down = update.down((), own).view(update.rank, *weight.shape[1:])
-            up = update.up(own).t()
-            narrow = func(own, down, None, *rest, **named)
-            wide: Tensor = torch.tensordot(narrow, up, dims=([1], [1]))
-            return wide.movedim(-1, 1)
-
-        return self._with_terms(args[0], func(*args, **kwargs), self.updates[id(weight)], term)
+    def _each(self, rows: Tensor) -> int:
+        """Return the number of rows of each batch element."""
+        if not rows.dim() or rows.shape[0] % self.total:
+            raise NotSeparable(f"a layer gets {rows.shape[0]} rows of {self.total} batch elements")
+        return rows.shape[0] // self.total
 
     def _with_terms(
         self,
@@ -163,9 +203,7 @@ class AdaptedCalls(TorchFunctionMode):
         """Add each member's term to its part of a layer's result."""
         if not self.several:
             return out + term(rows, places[0][2])
-        if not rows.dim() or rows.shape[0] % self.total:
-            raise NotSeparable(f"a layer gets {rows.shape[0]} rows of {self.total} batch elements")
-        each = rows.shape[0] // self.total
+        each = self._each(rows)
         out = out.clone()
         for start, stop, update in places:
             own = slice(start * each, stop * each)
@@ -173,8 +211,79 @@ class AdaptedCalls(TorchFunctionMode):
         return out
 
 
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """A call of a linear layer, a convolution or a normalisation, with the batch outermost.
+
+    `run` computes other rows, with another weight or bias if they are given. `term` returns the
+    low-rank term of rows by an update; None where none can be added. `single` is True for a picture
+    without a batch, whose rows here have one.
+    """
+
+    func: Callable[..., Any]
+    rows: Tensor
+    weight: object
+    bias: object
+    run: Callable[..., Tensor]
+    term: Callable[[Tensor, LayerUpdate], Tensor] | None
+    single: bool = False
+
+    @classmethod
+    def of(
+        cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> LayerCall | None:
+        """Return the call; None for other functions."""
+        convolution = func in CONVOLUTIONS
+        if not args or not (func in LINEAR or convolution or func in NORMS):
+            return None
+        at: tuple[int, int | None] = NORMS.get(func, (WEIGHT, BIAS))
+        given = {"weight": at[0]} if at[1] is None else {"weight": at[0], "bias": at[1]}
+        found = {name: argument(args, kwargs, place, name, None) for name, place in given.items()}
+        weight, bias, rows = found["weight"], found.get("bias"), args[0]
+        single = convolution and rows.dim() != weight.dim()
+
+        def run(own: Tensor, *others: Tensor | None) -> Tensor:
+            values, named = [own, *args[1:]], dict(kwargs)
+            for (name, place), other in zip(given.items(), others, strict=False):
+                if other is not None and place < len(values):
+                    values[place] = other
+                elif other is not None:
+                    named[name] = other
+            result: Tensor = func(*values, **named)
+            return result
+
+        def convolved(own: Tensor, update: LayerUpdate) -> Tensor:
+            named = {k: v for k, v in kwargs.items() if k not in ("weight", "bias")}
+            down = update.down((), own).view(update.rank, *weight.shape[1:])
+            narrow = func(own, down, None, *args[BIAS + 1 :], **named)
+            wide: Tensor = torch.tensordot(narrow, update.up(own).t(), dims=([1], [1]))
+            return wide.movedim(-1, 1)
+
+        term: Callable[[Tensor, LayerUpdate], Tensor] | None = None
+        if func in LINEAR:
+            term = linear_term
+        elif convolution and argument(args, kwargs, GROUPS, "groups", 1) == 1:
+            term = convolved
+        return cls(func, rows[None] if single else rows, weight, bias, run, term, single)
+
+    def takes(self, used: Sequence[Tensor]) -> bool:
+        """Return True if changed parameters are this layer's weight and bias alone."""
+        return all(value is self.weight or value is self.bias for value in used)
+
+
+def packed_term(rows: Tensor, update: LayerUpdate) -> Tensor:
+    """Return what updates add to the result of a layer whose weight is packed."""
+    found = linear_term(rows, update) if update.terms else None
+    if update.differences:
+        other = rows @ update.difference(rows).t()
+        found = other if found is None else found + other
+    assert found is not None, "an update changes something"
+    return found
+
+
 def linear_term(rows: Tensor, update: LayerUpdate) -> Tensor:
-    return rows @ update.down((), rows).t() @ update.up(rows)
+    down, up = update.matrices(rows)
+    return rows @ down @ up
 
 
 def argument(

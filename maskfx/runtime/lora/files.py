@@ -1,7 +1,8 @@
-"""LoRA files: read, checked against a pipeline's layers, and turned into an `Adapter`.
+"""Files of adapters: read, checked against a pipeline's layers, and turned into an `Adapter`.
 
-Only safetensors are read. Sizes are bounded before anything is allocated for them; a file that
-doesn't fit raises InputError, which names the file, what was found, and what to do.
+Safetensors are read, and Fooocus's patches. Sizes are bounded before anything is allocated for
+them; a file that doesn't fit raises InputError, which names the file, what was found, and what to
+do.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,19 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from maskfx.errors import InputError
-from maskfx.runtime.lora.adapter import Adapter, Layers, LowRank
-from maskfx.runtime.lora.layers import KINDS, weight_shape
+from maskfx.runtime.lora.adapter import (
+    Adapter,
+    Difference,
+    LayerChange,
+    Layers,
+    LowRank,
+    tensors_of,
+)
+from maskfx.runtime.lora.differences import PATCH, parse_patch
+from maskfx.runtime.lora.layers import KINDS, is_packed, weight_shape
 
 DOWN, UP, ALPHA = ".lora_A.weight", ".lora_B.weight", ".alpha"
+ADDED = ".lora_B.bias"  # to the layer's bias, scaled as the product
 METADATA = "lora_adapter_metadata"  # under which diffusers stores peft's settings
 SUFFIX = ".safetensors"
 UNSUPPORTED = {  # parts of names of tensors, and the method that they belong to
@@ -38,6 +48,8 @@ UNSUPPORTED = {  # parts of names of tensors, and the method that they belong to
     "lora_mid": "LoCon with a Tucker core",
     "oft_": "OFT",
     "ia3_": "IA3",
+    ".set_weight": "a weight that replaces the model's",
+    ".reshape_weight": "a layer of another shape",
 }
 ELSEWHERE = "use another file, or merge the adapter into the model's weights"
 
@@ -79,10 +91,10 @@ class AdapterFile:
     def of(cls, path: str | os.PathLike[str]) -> AdapterFile:
         """Look at a file without opening it; InputError if it can't be a LoRA."""
         where = Path(path).absolute()
-        if where.suffix != SUFFIX:
+        if where.suffix not in (SUFFIX, PATCH):
             raise InputError(
-                f"{where.name}: a LoRA file ends with {SUFFIX}; a pickle can run code: convert it "
-                "where you trust it"
+                f"{where.name}: a LoRA file ends with {SUFFIX}, or {PATCH} if it is a patch of "
+                "Fooocus; a pickle can run code: convert it where you trust it"
             )
         try:
             seen = where.stat()
@@ -136,6 +148,8 @@ def parse(
     name: str, content: bytes, limits: FileLimits
 ) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Return the tensors and peft's settings of a file's content."""
+    if Path(name).suffix == PATCH:
+        return parse_patch(name, content, limits.tensors), {}
     try:
         header = header_of(content)
         metadata = header.pop("__metadata__", None) or {}
@@ -178,6 +192,17 @@ def refuse_methods(name: str, tensors: Mapping[str, object]) -> None:
 # From tensors to updates.
 
 
+def parameters_of(module: nn.Module) -> dict[str, Shape]:
+    """Return the shapes of the weights and biases of all layers, by their names."""
+    found: dict[str, Shape] = {}
+    for layer, part in module.named_modules():
+        for name in ("weight", "bias"):
+            if layer and isinstance(value := part._parameters.get(name), Tensor):
+                packed = name == "weight" and is_packed(part)
+                found[f"{layer}.{name}"] = weight_shape(part) if packed else tuple(value.shape)
+    return found
+
+
 def targets_of(module: nn.Module) -> dict[str, Shape]:
     """Return the shapes of the weights that a LoRA may update, by layer."""
     return {
@@ -194,6 +219,7 @@ def adapter_of(
     settings: Mapping[str, object],
     targets: Targets,
     limits: FileLimits,
+    differences: Mapping[str, Mapping[str, LayerChange]] | None = None,
 ) -> Adapter:
     """Return the adapter that tensors under peft's names describe.
 
@@ -204,6 +230,7 @@ def adapter_of(
         settings: peft's settings, as in the file's metadata.
         targets: The layers of the pipeline.
         limits: Limits of the ranks.
+        differences: Full differences by component and layer.
     """
     parts: dict[str, Layers] = {}
     for part, tensors in by_part.items():
@@ -215,9 +242,29 @@ def adapter_of(
             )
         scales = LayerScales(name, part, alphas, settings)
         parts[part] = layers_of(name, part, dict(tensors), scales, targets[part], limits)
+    for part, own in (differences or {}).items():
+        parts[part] = joined(name, part, parts.get(part, {}), own)
     if not any(parts.values()):
         raise InputError(f"{name}: it has no LoRA tensors; {ELSEWHERE}")
     return Adapter(name, digest_of(parts), parts)
+
+
+def joined(
+    name: str, part: str, low_rank: Layers, differences: Mapping[str, LayerChange]
+) -> Layers:
+    """Return a component's updates; a low-rank one may come with a difference of the bias."""
+    found = {**differences, **low_rank}
+    for layer in low_rank.keys() & differences.keys():
+        first, second = low_rank[layer], differences[layer]
+        assert isinstance(first, LowRank)
+        assert isinstance(second, Difference)
+        if second.weight is not None or first.bias is not None:
+            raise InputError(
+                f"{name}: {part}.{layer}: a low-rank update and a difference of one parameter; "
+                f"{ELSEWHERE}"
+            )
+        found[layer] = replace(first, bias=second.bias)
+    return found
 
 
 class LayerScales:
@@ -274,8 +321,9 @@ def layers_of(
                 "or one of its two matrices is missing; the LoRA was made for another model"
             )
         check_shapes(f"{name}: {part}.{layer}", down, up, shape, limits)
-        scale = scales.of(written, down.shape[0])
-        found[layer] = LowRank(down.reshape(down.shape[0], *shape[1:]), up.flatten(1), scale)
+        scale, bias = scales.of(written, down.shape[0]), tensors.pop(written + ADDED, None)
+        bias = None if bias is None else bias * scale
+        found[layer] = LowRank(down.reshape(down.shape[0], *shape[1:]), up.flatten(1), scale, bias)
     if tensors:
         raise InputError(
             f"{name}: {len(tensors)} tensors aren't part of a LoRA, such as "
@@ -319,8 +367,9 @@ def digest_of(parts: Mapping[str, Layers]) -> str:
     for part in sorted(parts):
         for layer in sorted(parts[part]):
             update = parts[part][layer]
-            for matrix in (update.down, update.up):
-                seen.update(repr((part, layer, update.scale, matrix.dtype, matrix.shape)).encode())
+            scale = update.scale if isinstance(update, LowRank) else None
+            for matrix in tensors_of(update):
+                seen.update(repr((part, layer, scale, matrix.dtype, matrix.shape)).encode())
                 flat = matrix.contiguous().flatten().view(torch.uint8).numpy()
                 seen.update(flat.data)
     return seen.hexdigest()

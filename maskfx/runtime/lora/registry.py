@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from maskfx.errors import InputError
+from maskfx.runtime.lora.differences import PATCH
 from maskfx.runtime.lora.files import SUFFIX, AdapterFile, FileLimits
 from maskfx.runtime.lora.loader import READ, AdapterLoader
 from maskfx.runtime.lora.profile import Profile, profile_of
@@ -48,7 +49,7 @@ class Adapters:
         pipe("a red hat", image=photo, mask_image=mask, lora=[("style", 0.8)])
 
     Args:
-        folder: Directory whose `*.safetensors` are registered under their names.
+        folder: Directory whose `*.safetensors` and `*.patch` are registered under their names.
         host_bytes: Memory for loaded adapters; those of requests in flight may exceed it.
         loads: Number of files that are loaded at the same time, each in a process.
         deadline: Seconds after which a load fails.
@@ -110,7 +111,7 @@ class Adapters:
         where = Path(folder)
         if not where.is_dir():
             raise InputError(f"adapters {where}: no such directory; create it, or correct the path")
-        names = sorted(path for path in where.iterdir() if path.suffix in (SUFFIX, *PICKLED))
+        names = sorted(path for path in where.iterdir() if path.suffix in (SUFFIX, PATCH, *PICKLED))
         pickled = [path.name for path in names if path.suffix in PICKLED]
         if pickled:
             raise InputError(
@@ -146,7 +147,7 @@ class Adapters:
     def resolve(self, name: str | os.PathLike[str]) -> RegisteredAdapter:
         """Return the registration of a name, or of the file at a path."""
         text = os.fspath(name)
-        if text in self._known or not text.endswith(SUFFIX):
+        if text in self._known or not text.endswith((SUFFIX, PATCH)):
             return self.get(text)
         return RegisteredAdapter(Path(text).stem, AdapterFile.of(text))
 

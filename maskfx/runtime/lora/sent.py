@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
 from maskfx.errors import CacheError
-from maskfx.runtime.lora.adapter import Layers, LowRank, Updates
+from maskfx.runtime.lora.adapter import LayerChange, Layers, Updates
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LayerNumbers:
     """Numbers the updates of adapters, and holds none of them."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[int, list[weakref.ref[LowRank]]]] = {}
+        self._known: dict[int, tuple[int, list[weakref.ref[LayerChange]]]] = {}
         self._count = itertools.count()
 
     def of(self, layers: Layers) -> int:

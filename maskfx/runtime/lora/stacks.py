@@ -10,7 +10,7 @@ from torch import Tensor
 
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import derive
-from maskfx.ir.sources import Down, RankGroups, Up, Updated
+from maskfx.ir.sources import Down, OwnBiases, OwnGroups, OwnWeights, RankGroups, Up, Updated
 from maskfx.runtime.lora.layers import AdapterSet, LayerUpdate
 
 BATCHES = 2  # combinations of adapters whose stacks are kept
@@ -30,6 +30,11 @@ class NamedSet:
     layers: Mapping[str, LayerUpdate]
     inside: AdapterSet | None = None
 
+    def changes_whole(self, name: str | None) -> bool:
+        """Return True if a full difference of this parameter is in the set."""
+        found = None if name is None else self.layers.get(name)
+        return found is not None and bool(found.differences)
+
 
 @dataclass
 class Stacks:
@@ -48,11 +53,34 @@ class Stacks:
     _ranks: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     _tables: LruCache[Hashable, Tensor] = field(default_factory=lambda: LruCache(TABLES))
 
-    def read(self, source: Down | Up) -> Tensor:
+    def read(self, source: Down | Up | OwnWeights | OwnBiases) -> Tensor:
         """Return the matrices of all sets."""
         if source not in self._made:
-            self._made[source] = self._stacked(source)
+            if isinstance(source, Down | Up):
+                self._made[source] = self._stacked(source)
+            else:
+                self._made[source] = self._own(source)
         return self._made[source]
+
+    def _own(self, source: OwnWeights | OwnBiases) -> Tensor:
+        """Return the parameters of the sets that have a difference of this one, in their order."""
+        name, found = source.weight if isinstance(source, OwnWeights) else source.bias, []
+        for own in self.sets:
+            if not own.changes_whole(name):
+                continue
+            value = own.layers[name].whole().to(self.device)
+            if isinstance(source, OwnWeights) and source.shape:
+                value = derive(value, source.order, source.shape)
+            found.append(value)
+        if len(found) == 1:
+            return found[0][None]
+        empty = self.originals[name].new_empty(0, 1, device=self.device)
+        return torch.stack(found) if found else empty
+
+    def _owned(self, name: str | None) -> list[int]:
+        """Return, for each set, the index of its own parameter, past the end if it has none."""
+        has = [own.changes_whole(name) for own in self.sets]
+        return [sum(has[:i]) if own else len(has) for i, own in enumerate(has)]
 
     def updated(self, source: Updated, owners: Sequence[int | None]) -> Tensor:
         """Return the weight of a layer that requests have in common.
@@ -79,7 +107,7 @@ class Stacks:
         parts = []
         for own, (low, high) in zip(self.sets, self.ranks(source.weight), strict=True):
             update = own.layers.get(source.weight)
-            if update is None:
+            if update is None or update.differences:
                 continue
             part = update.up(like) if isinstance(source, Up) else update.down(source.order, like)
             missing = high - low - part.shape[0]
@@ -93,7 +121,7 @@ class Stacks:
         """Return where the ranks of each set begin and end in the stacks of a layer."""
         if weight not in self._ranks:
             found = (own.layers.get(weight) for own in self.sets)
-            sizes = [0 if update is None else update.rank for update in found]
+            sizes = [0 if u is None or u.differences else u.rank for u in found]
             if self.device.type == "cuda":
                 padded = -(-max(sizes) // BUCKET) * BUCKET
                 sizes = [padded if size else 0 for size in sizes]
@@ -116,25 +144,42 @@ class Stacks:
         """
         ranks = self.ranks(source.weight)
         key = (ranks, *map(tuple, counts), tuple(owners))
-        return self._tables.find(key, lambda: table_of(ranks, counts, owners))
+        pairs = [(low, high) if low < high else None for low, high in ranks]
+        return self._tables.find(key, lambda: table_of(pairs, counts, owners))
+
+    def own_groups(
+        self, source: OwnGroups, counts: Sequence[tuple[int, ...]], owners: Sequence[int | None]
+    ) -> Tensor:
+        """Return which rows get which weight and bias; the arguments are those of `groups`."""
+        none = len(self.sets), len(self.sets)
+        found = zip(self._owned(source.weight), self._owned(source.bias), strict=True)
+        pairs = [None if pair == none else pair for pair in found]
+        key = (source.weight, source.bias, *map(tuple, counts), tuple(owners))
+        return self._tables.find(key, lambda: table_of(pairs, counts, owners))
 
 
 def table_of(
-    ranks: Sequence[tuple[int, int]],
+    pairs: Sequence[tuple[int, int] | None],
     counts: Sequence[Sequence[int]],
     owners: Sequence[int | None],
 ) -> Tensor:
-    """Return (groups, 4): rows and ranks; adjacent rows with the same ranks are one group."""
+    """Return (groups, 4): rows, and what is theirs; adjacent rows with the same are one group.
+
+    Args:
+        pairs: for each set, the two numbers that its rows get; None for none.
+        counts: for each segment, the number of rows of each request.
+        owners: for each request, the index of its set; None without adapters.
+    """
     out: list[list[int]] = []
     at = 0
     for segment in counts:
         for count, owner in zip(segment, owners, strict=True):
-            low, high = (0, 0) if owner is None else ranks[owner]
-            if count and low < high:
-                if out and out[-1][1] == at and out[-1][2] == low:
+            own = None if owner is None else pairs[owner]
+            if count and own is not None:
+                if out and out[-1][1] == at and tuple(out[-1][2:]) == own:
                     out[-1][1] = at + count
                 else:
-                    out.append([at, at + count, low, high])
+                    out.append([at, at + count, *own])
             at += count
     return torch.tensor(out, dtype=torch.long).view(-1, 4)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskfx.runtime.lora.adapter import Adapter, Layers, LowRank
+from maskfx.runtime.lora.adapter import Adapter, Difference, LayerChange, Layers, LowRank
 from maskfx.runtime.processes import memory_files
 from maskfx.runtime.processes.channel import Channel
 
@@ -22,19 +22,26 @@ NAME = "maskfx-adapter"
 Head = dict[str, Any]  # JSON: where each matrix lies in the block
 
 
-def matrices(adapter: Adapter) -> Iterator[tuple[str, str, LowRank, Tensor]]:
+FIELDS = ("down", "up", "weight", "bias")  # tensors of updates
+
+
+def matrices(adapter: Adapter) -> Iterator[tuple[str, str, float | None, str, Tensor]]:
+    """Yield each tensor with its part, its layer, the scale of a low-rank update, and its field."""
     for part, layers in adapter.parts.items():
         for layer, update in layers.items():
-            yield part, layer, update, update.down
-            yield part, layer, update, update.up
+            scale = update.scale if isinstance(update, LowRank) else None
+            for name in FIELDS:
+                matrix = getattr(update, name, None)
+                if matrix is not None:
+                    yield part, layer, scale, name, matrix
 
 
 def head_of(adapter: Adapter) -> Head:
     """Return the layout of an adapter's block."""
     offset, layout = 0, []
-    for part, layer, update, matrix in matrices(adapter):
+    for part, layer, scale, name, matrix in matrices(adapter):
         dtype = str(matrix.dtype).removeprefix("torch.")
-        layout.append([part, layer, update.scale, dtype, list(matrix.shape), offset])
+        layout.append([part, layer, scale, name, dtype, list(matrix.shape), offset])
         offset += -(-matrix.nbytes // ALIGN) * ALIGN
     return {"name": adapter.name, "digest": adapter.digest, "nbytes": offset, "layout": layout}
 
@@ -47,14 +54,19 @@ def write_block(adapter: Adapter, head: Head, block: Tensor) -> None:
 
 def read_block(head: Head, block: Tensor) -> Adapter:
     """Return the adapter in a block, whose memory its tensors keep."""
-    parts: dict[str, dict[str, list[Tensor]]] = {}
-    scales: dict[tuple[str, str], float] = {}
-    for part, layer, scale, dtype, shape, offset in head["layout"]:
+    parts: dict[str, dict[str, dict[str, Tensor]]] = {}
+    scales: dict[tuple[str, str], float | None] = {}
+    for part, layer, scale, name, dtype, shape, offset in head["layout"]:
         matrix = place(block, getattr(torch, dtype), shape, offset)
-        parts.setdefault(part, {}).setdefault(layer, []).append(matrix)
+        parts.setdefault(part, {}).setdefault(layer, {})[name] = matrix
         scales[part, layer] = scale
+
+    def change(part: str, layer: str, own: dict[str, Tensor]) -> LayerChange:
+        scale = scales[part, layer]
+        return Difference(**own) if scale is None else LowRank(scale=scale, **own)
+
     found: dict[str, Layers] = {
-        part: {name: LowRank(down, up, scales[part, name]) for name, (down, up) in layers.items()}
+        part: {layer: change(part, layer, own) for layer, own in layers.items()}
         for part, layers in parts.items()
     }
     return Adapter(head["name"], head["digest"], found)

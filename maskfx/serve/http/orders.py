@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.config import Limits
-from maskfx.serve.controls import check_controls, check_scales
+from maskfx.serve.controls import check_controls, check_scales, nets_in
 from maskfx.serve.errors import ApiError
 from maskfx.serve.http.cancellation import together
 from maskfx.serve.http.forms import (
@@ -149,9 +149,12 @@ class Orders:
             if lora not in card.loras:
                 param = "lora" if adapter is None else "model"
                 raise ApiError("lora_not_found", f"There is no LoRA {lora!r}.", param=param)
-        if form.control_image:  # whether any are needed depends on the call: workers check it
-            check_controls(len(form.control_image), card.controls)
-        check_scales(form.parameters().get("control_scale"), card.controls)
+        nets = form.parameters().get("nets")
+        used = card.controls if nets is None else len(nets_in(nets, card.nets))
+        # without a choice, whether any are needed depends on the call: workers check it
+        if form.control_image or nets is not None:
+            check_controls(len(form.control_image), used)
+        check_scales(form.parameters().get("control_scale"), used)
         if isinstance(form, EditForm) and len(form.image) > 1 and "images" not in card.takes:
             raise ApiError(
                 "unsupported_parameter",

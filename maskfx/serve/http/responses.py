@@ -142,6 +142,7 @@ def properties(card: Card, pixels: int) -> Said:
         "generates": card.generates,
         "site": card.site,
         "controls": card.controls if "control" in card.takes else 0,
+        "controlnets": card.nets,
         "loras": card.loras,
     }
 

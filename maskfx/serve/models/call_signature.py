@@ -6,19 +6,22 @@ A parameter that the pipeline has no argument for is refused, never dropped.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard, TypeVar
 
 from maskfx.errors import InputError
-from maskfx.serve.controls import check_controls, check_scales
+from maskfx.serve.controls import Chosen, check_controls, check_scales, nets_in
 from maskfx.serve.errors import ApiError
 from maskfx.serve.request import Parameter, Request, parameters_of
 
 # A call may have two guidance arguments; the one that is enabled by default has the effect.
 GUIDANCE = ("guidance_scale", "true_cfg_scale")
+SCALE = "controlnet_conditioning_scale"
 CALLBACK = "callback_on_step_end"
 TENSORS = "callback_on_step_end_tensor_inputs"
+LONGEST = 100  # letters of a ControlNet's name
 T = TypeVar("T")
 NOTHING: Mapping[str, object] = {}
 # Arguments that the server sets on each call; a model's folder can't set them.
@@ -40,6 +43,7 @@ class CallSignature:
     told: Mapping[str, object] = field(default_factory=dict)  # values from the model's folder
     usual: Mapping[str, object] = field(default_factory=dict)  # defaults of the pipeline class
     nets: int | None = None  # ControlNets that get lists of images; None: one gets an image
+    names: tuple[str, ...] = ()  # of the ControlNets
 
     @classmethod
     def of(cls, pipe: object, told: Mapping[str, object] = NOTHING) -> CallSignature:
@@ -52,8 +56,12 @@ class CallSignature:
         parameters = inspect.signature(call).parameters
         defaults = {name: each.default for name, each in parameters.items() if name != "self"}
         own = {name: value for name, value in told.items() if name in defaults}
-        nets = getattr(getattr(pipe, "controlnet", None), "nets", None)
-        return cls(defaults | own, own, defaults, None if nets is None else len(nets))
+        net = getattr(pipe, "controlnet", None)
+        nets = getattr(net, "nets", None)
+        names = names_of([] if net is None else [net] if nets is None else nets)
+        scaled = SCALE in defaults and "control_image" in defaults
+        count = None if nets is None else len(nets)
+        return cls(defaults | own, own, defaults, count, names if scaled else ())
 
     def check_told(self, where: str) -> None:
         """Raise InputError if the model's folder has an invalid value for an argument."""
@@ -103,15 +111,45 @@ class CallSignature:
         """The number of control images of a call that takes any."""
         return self.nets or 1
 
-    def control(self, images: Sequence[T]) -> T | list[T]:
-        """Return the value of `control_image` for these images."""
+    def control(
+        self, images: Sequence[T], nets: str | None = None, blank: T | None = None
+    ) -> object:
+        """Return the value of `control_image` for the images of the chosen nets.
+
+        Others get `blank`; their scale is 0.
+        """
+        if nets is not None:
+            assert blank is not None, "a net that isn't used gets an image"
+            given = dict(zip((name for name, _ in self.chosen(nets)), images, strict=True))
+            images = [given.get(name, blank) for name in self.names]
         return images[0] if self.nets is None else list(images)
 
-    def scale(self, scales: Sequence[float]) -> float | list[float]:
-        """Return the value of `controlnet_conditioning_scale`; one scale is for all nets."""
-        if self.nets is None:
-            return scales[0]
-        return [*scales] * self.nets if len(scales) == 1 else [*scales]
+    def chosen(self, nets: str | None) -> Chosen:
+        """Return the nets that the field `controlnet` chooses, with the scales in it."""
+        return nets_in(nets, self.names)
+
+    def scale(self, request: Request) -> float | list[float] | None:
+        """Return the value of `controlnet_conditioning_scale`; None for the pipeline's default.
+
+        One scale is for all nets; those that aren't chosen get 0, and aren't computed.
+        """
+        sent, scales = request.control_scale, list[float]()
+        if request.nets is None:
+            if sent is None:
+                return None
+            scales = [*sent] * self.controls if len(sent) == 1 else [*sent]
+        else:
+            found = self.chosen(request.nets)
+            usual = [*(sent or [self.usual_scale()])]
+            usual = usual * len(found) if len(usual) == 1 else usual
+            pairs = zip(found, usual, strict=True)
+            given = {name: other if own is None else own for (name, own), other in pairs}
+            scales = [given.get(name, 0.0) for name in self.names]
+        return scales[0] if self.nets is None else scales
+
+    def usual_scale(self) -> float:
+        found = self.number(SCALE)
+        return 1.0 if found is None else found
 
     def takes(self) -> set[str]:
         """Return the supported parameters, by the names of the fields of `Request`."""
@@ -119,6 +157,7 @@ class CallSignature:
             "seed": self.has("generator"),
             "size": self.has("height") and self.has("width"),
             "control": self.has("control_image"),
+            "nets": bool(self.names),
         }
         found = {name for name, one in parameters_of().items() if self.argument(one) is not None}
         return found | {name for name, there in named.items() if there}
@@ -128,19 +167,23 @@ class CallSignature:
         for parameter, _ in arguments_in(request):
             if self.argument(parameter) is None:
                 raise refused(parameter.name)
+        if request.nets is not None and not self.names:
+            raise refused("controlnet")
+        used = self.controls if request.nets is None else len(self.chosen(request.nets))
         if self.has("control_image"):
-            check_controls(controls, self.controls)
+            check_controls(controls, used)
         elif controls:
             raise refused("control_image")
-        check_scales(request.control_scale, self.controls)
+        check_scales(request.control_scale, used)
 
     def arguments(self, request: Request) -> dict[str, object]:
         """Return the call arguments for text and numbers; others keep their defaults."""
         found = dict(self.told)
         for parameter, value in arguments_in(request):
             found[self.argument(parameter) or parameter.name] = value
-        if request.control_scale is not None:
-            found["controlnet_conditioning_scale"] = self.scale(request.control_scale)
+        scale = self.scale(request)
+        if scale is not None:
+            found[SCALE] = scale
         # true_cfg_scale guides away from the negative prompt and has no effect without one
         if "true_cfg_scale" in found and self.negates:
             found.setdefault("negative_prompt", "")
@@ -153,6 +196,21 @@ def arguments_in(request: Request) -> Iterator[tuple[Parameter, object]]:
         value = getattr(request, name)
         if parameter.argument and value is not None:
             yield parameter, value
+
+
+def names_of(nets: Iterable[object]) -> tuple[str, ...]:
+    """Return the names of ControlNets: those of the folders or repositories they were loaded from.
+
+    A name that comes again gets a number.
+    """
+    found: list[str] = []
+    for net in nets:
+        source = str(getattr(getattr(net, "config", None), "_name_or_path", "") or "controlnet")
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", source.rstrip("/").rpartition("/")[2]).lstrip("._-")
+        name = (name or "controlnet")[:LONGEST]
+        again = sum(one == name or one.startswith(f"{name}-") for one in found)
+        found.append(f"{name}-{again + 1}" if name in found else name)
+    return tuple(found)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

@@ -226,9 +226,11 @@ class JobRunner:
             found["max_area"] = height * width
         if signature.has("generator"):
             found["generator"] = torch.Generator().manual_seed(request.seed)
-        if controls:
+        if controls or request.nets is not None:
             fitted = (canvas.extended(resized(control, canvas.size)) for control in controls)
-            found["control_image"] = signature.control([*map(Image.fromarray, fitted)])
+            blank = Image.new("RGB", canvas.padded)
+            images = [*map(Image.fromarray, fitted)]
+            found["control_image"] = signature.control(images, request.nets, blank)
         return found
 
     def _loras(self, text: str) -> list[tuple[str, float]]:

@@ -19,13 +19,23 @@ log = logging.getLogger(__name__)
 events = structlog.get_logger(__name__)  # of the server: shown on standard error
 
 
-def adapter_counts(adapters: Adapters) -> dict[str, int]:
+def adapter_counts(adapters: Adapters, family: PipelineSet) -> dict[str, int]:
     """Return the statistics of LoRAs by the names of `Metrics.adapter_counters`."""
-    now = adapters.counts()
+    now, costs = adapters.counts(), [denoiser.in_place.costs for denoiser in denoisers_of(family)]
     found = {"hits": now.hits + now.joined, "loads": now.loads, "failures": now.failures}
     found |= {"evictions": now.evictions, "waits": now.waits, "bytes": now.nbytes}
     found |= {"load_ms": int(1e3 * now.load_seconds), "wait_ms": int(1e3 * now.wait_seconds)}
+    found["in_place"] = sum(own.steps_in_place for own in costs)
+    found["with_terms"] = sum(own.steps_with_terms for own in costs)
+    found["writes"] = sum(own.written for own in costs)
     return {f"adapters.{name}": count for name, count in found.items()}
+
+
+def denoisers_of(family: PipelineSet) -> list[CompiledDenoiser]:
+    """Return the denoisers of all pipelines of a model."""
+    members = [m for m in (family.editor, family.generator) if m is not None]
+    found = (d for m in members for d in pipeline_state_of(m.pipe).denoisers.values())
+    return list({id(denoiser): denoiser for denoiser in found}.values())
 
 
 def round_counts(engine: Engine) -> dict[str, int]:

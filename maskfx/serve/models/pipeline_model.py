@@ -155,6 +155,7 @@ class PipelineModel:
             site=self.runner.warmth.site,
             slots=settings.max_num_seqs,
             controls=signature.controls,
+            nets=list(signature.names),
             margin=margin_sites(quality.margin, self.runner.warmth.site),
             every=quality.every,
             least=quality.least,
@@ -234,7 +235,7 @@ class PipelineModel:
         found |= {"misses": now.misses, "corrupt": now.corrupt, "expired": now.expired}
         found |= {"loads": now.loads, "lost": now.lost, **self._patches()}
         if self.adapters is not None:
-            found |= adapter_counts(self.adapters)
+            found |= adapter_counts(self.adapters, self.runner.family)
         if self.own_process.names:
             found |= {f"nets.{k}": v for k, v in asdict(self.engine.services.counts()).items()}
         if self._warm and self.engine.rounds is not None:

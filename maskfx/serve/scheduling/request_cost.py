@@ -29,6 +29,7 @@ def card_of(ready: Ready, name: str) -> Card:
         generates=ready.generates,
         site=ready.site,
         controls=ready.controls,
+        nets=tuple(ready.nets),
         margin=ready.margin,
         every=ready.every,
         least=ready.least,

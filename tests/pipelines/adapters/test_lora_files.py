@@ -24,6 +24,7 @@ from maskfx.runtime.lora.files import (
     read_adapter_file,
     targets_of,
 )
+from tests.factories.lora import low_rank
 from tests.factories.lora_files import lora_tensors
 from tests.factories.pipelines import PIPES
 
@@ -68,7 +69,7 @@ def test_convolutions_of_any_dimension_are_layers() -> None:
     tensors = lora_tensors("", module, chosen=lambda layer: layer in targets)
     own = {"": {key.removeprefix("."): value for key, value in tensors.items()}}
     found = files.adapter_of("a", own, {}, {}, {"": targets}, LIMITS)
-    assert found.parts[""]["film"].down.shape == (2, 4, 1, 2, 2)
+    assert low_rank(found.parts[""]["film"]).down.shape == (2, 4, 1, 2, 2)
 
 
 def test_kohya_and_diffusers_names_give_the_same_adapter(unet: LoraTarget) -> None:
@@ -90,7 +91,7 @@ def test_kohya_and_diffusers_names_give_the_same_adapter(unet: LoraTarget) -> No
         "text_encoder": {TEXT},
     }
     down, up = pair(unet, "unet", CONV)
-    update = one.parts["unet"][CONV]
+    update = low_rank(one.parts["unet"][CONV])
     assert torch.equal(update.down, down)
     assert torch.equal(update.up, up.flatten(1))
     assert update.scale == 0.5
@@ -107,7 +108,7 @@ def test_xlabs_files_split_the_joint_projection(flux: LoraTarget) -> None:
     layers = adapter_of(tensors, flux).parts["transformer"]
     prefix = "transformer_blocks.0.attn.to_"
     assert {prefix + kind for kind in "qkv"} == set(layers)
-    assert torch.equal(torch.cat([layers[prefix + kind].up for kind in "qkv"]), up)
+    assert torch.equal(torch.cat([low_rank(layers[prefix + kind]).up for kind in "qkv"]), up)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,8 @@ def test_scales_follow_pefts_settings(
     down, up = pair(unet, "unet", QUERY)
     tensors = {f"unet.{QUERY}.lora_A.weight": down, f"unet.{QUERY}.lora_B.weight": up}
     own = {f"unet.{name}": value for name, value in settings.items()}
-    assert adapter_of(tensors, unet, **own).parts["unet"][QUERY].scale == pytest.approx(scale)
+    found = low_rank(adapter_of(tensors, unet, **own).parts["unet"][QUERY])
+    assert found.scale == pytest.approx(scale)
 
 
 def bad(target: LoraTarget, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

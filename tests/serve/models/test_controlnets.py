@@ -14,7 +14,12 @@ from PIL import Image
 
 import maskfx
 from maskfx.errors import InputError
+from maskfx.pipelines.runs import execute
+from maskfx.pipelines.runs.run import DenoiserCall
+from maskfx.pipelines.runs.step_members import CallMember, choose_steps
+from maskfx.serve.models.model import Made
 from maskfx.serve.models.model_source import load_pipeline
+from maskfx.serve.request import Pictures
 from tests.factories import pipelines
 from tests.factories.served import SIDE, Served, build, edit, job, picture, square
 from tests.factories.shipped import ship_unet
@@ -149,4 +154,80 @@ def test_another_number_of_control_images_or_scales_is_refused(
 ) -> None:
     failed = served.failed(job(control_scale=scales), edit(1, controls=controls))
     assert (failed.code, failed.param) == (code, param)
+    assert re.search(message, failed.message)
+
+
+@pytest.mark.slow
+def test_a_request_chooses_its_nets(
+    spoken: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together in the engine: by name with a scale each, in another order, one, and none."""
+    assert served.model.ready().nets == ["net-1", "net-2"]
+    plain = load_pipeline(str(spoken / "model"), "float32", "cpu")
+    nets = [load_pipeline(str(spoken / "model"), "float32", "cpu", [n]) for n in nets_of(spoken)]
+    several = load_pipeline(str(spoken / "model"), "float32", "cpu", nets_of(spoken))
+
+    def by_hand(pipe: Any, controls: Any, **more: Any) -> Any:
+        given = {} if controls is None else {"control_image": controls}
+        result = pipe(
+            "a cat",
+            image=Image.fromarray(picture(1)),
+            mask_image=Image.new("L", (SIDE, SIDE), 255),
+            num_inference_steps=3,
+            strength=1.0,
+            height=SIDE,
+            width=SIDE,
+            generator=torch.Generator().manual_seed(4),
+            **given,
+            **more,
+        )
+        return np.asarray(result.images[0]).astype(int)
+
+    first, second = map(Image.fromarray, CONTROLS)
+    scale = "controlnet_conditioning_scale"
+    wanted = {
+        "none": by_hand(plain, None),
+        "net-2:0.7": by_hand(nets[1], first, **{scale: 0.7}),
+        "net-1": by_hand(nets[0], first),
+        "net-2:0.2,net-1": by_hand(several, [second, first], **{scale: [0.5, 0.2]}),
+    }
+    asked = {}
+    for id, chosen in enumerate(wanted):
+        controls = CONTROLS[: 0 if chosen == "none" else len(chosen.split(","))]
+        one = job(str(id), seed=4, strength=1.0, nets=chosen)
+        asked[str(id)] = one, Pictures((picture(1),), np.ones((SIDE, SIDE), bool), controls)
+    served.answers(*asked.values())  # the first with a scale of 0 are computed
+    names = list[str]()
+
+    def choose(call: DenoiserCall) -> list[CallMember]:
+        names.append(call.name)
+        return choose_steps(call)
+
+    monkeypatch.setattr(execute, "choose_steps", choose)
+    answers = served.answers(*asked.values())
+    each = {name: names.count(name) for name in set(names)}
+    assert each["controlnet.0"] == each["controlnet.1"] == each["unet"] / 2
+    for id, (chosen, expected) in enumerate(wanted.items()):
+        found = answers[str(id)]
+        assert isinstance(found, Made), found
+        assert found.pixels is not None
+        assert np.abs(found.pixels.astype(int) - expected).max() <= 1, chosen
+    pictures = list(wanted.values())
+    assert all(np.abs(a - b).max() > 1 for a, b in zip(pictures, pictures[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("nets", "controls", "message"),
+    [
+        ("net-3", 1, "'net-3' isn't one of net-1, net-2"),
+        ("net-1,net-1", 2, "'net-1' is named twice"),
+        ("net-1", 2, "control_image must be given once, not 2 times"),
+        ("none", 1, "uses no ControlNet"),
+    ],
+)
+@pytest.mark.slow
+def test_a_choice_that_doesnt_fit_is_refused(
+    nets: str, controls: int, message: str, served: Served
+) -> None:
+    failed = served.failed(job(nets=nets), edit(1, controls=CONTROLS[:controls]))
     assert re.search(message, failed.message)

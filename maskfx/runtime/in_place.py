@@ -1,0 +1,177 @@
+"""InPlace: adapters that all members of a step share, in the weights for as long as they do.
+
+Layers then cost what they cost without adapters. Recordings, keys and fingerprints are those of
+low-rank terms: the module's own weights and the adapters' digests. Any other use of the denoiser
+takes the updates out first, bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import nn
+
+from maskfx.config import Settings
+from maskfx.ir.values import PLAIN_TENSORS
+from maskfx.runtime.execution.executor import BatchExecutor
+from maskfx.runtime.hardware.offload import whole_hook
+from maskfx.runtime.lora.adapter import Updates
+from maskfx.runtime.lora.in_place_costs import InPlaceCosts, SharedStep
+from maskfx.runtime.lora.layers import AdapterSet, SetCache
+from maskfx.runtime.lora.patch import WeightPatch
+from maskfx.runtime.programs.program_cache import ProgramCache
+from maskfx.runtime.weights import Weights
+
+
+class InPlace:
+    """The updates in one denoiser's weights.
+
+    Args:
+        module: The denoiser's module.
+        weights: Detects changes of its weights; those made here are none.
+        programs: The denoiser's programs.
+        executor: Runs them; holds weights in other layouts.
+        adapters: Checks sets of adapters.
+        lock: Held while a step runs, and while weights are written.
+        settings: Returns how the denoiser is compiled.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        weights: Weights,
+        programs: ProgramCache,
+        executor: BatchExecutor,
+        adapters: SetCache,
+        lock: AbstractContextManager[object],
+        settings: Callable[[], Settings],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.costs = InPlaceCosts()
+        self._weights, self._programs, self._executor = weights, programs, executor
+        self._adapters, self._lock = adapters, lock
+        self._settings, self._clock = settings, clock
+        self._patch = WeightPatch(module)
+        self._module = module
+        self._serving = False  # a step that may use the written weights runs
+        self._run: object = None  # key of the adapters of the latest steps
+        self._took = 0.0  # seconds of writing what is written
+        self._work = 0
+
+    @property
+    def written(self) -> bool:
+        return self._patch.patched
+
+    @contextmanager
+    def step(self, updates: Updates, members: int, sites: int, left: int) -> Iterator[bool]:
+        """Run a step whose members all have these adapters; yield whether they are in the weights.
+
+        Args:
+            updates: The adapters; () if members have different ones, or none.
+            members: Number of members.
+            sites: That they compute.
+            left: Steps in which these adapters will act, this one included.
+        """
+        with self._lock:
+            own = self._set(updates)
+            if own is None:
+                self._leave_run()
+                yield False
+                return
+            work = work_of(own)
+            kind = SharedStep.of(members, sites, work)
+            if self._run != own.key:
+                self._leave_run()
+                self._run = own.key
+                self.costs.begin(kind, left)
+            if self.written and not self.costs.stays(kind):
+                self.leave()
+            elif not self.written and self.costs.pays(kind, work, sites, left):
+                self._write(updates, own, work)
+            began = self._clock()
+            self._serving = self.written
+            try:
+                yield self.written
+            finally:
+                self._serving = False
+            self.costs.add_step(kind, self.written, sites, self._clock() - began)
+
+    def leave(self) -> None:
+        """Take the updates out of the weights, unless a step that uses them runs in this thread.
+
+        In others the lock is waited for.
+        """
+        if not self.written:
+            return
+        with self._lock:
+            if self._serving or not self.written:
+                return
+            began = self._clock()
+            self._follow()
+            with self._weights.writing():
+                self._patch.remove()
+            self._follow()
+            self._adapters.written = None
+            self.costs.fell_back += self.costs.unfinished
+            self.costs.add_write(self._work, self._took + self._clock() - began)
+
+    def _leave_run(self) -> None:
+        """Take out what other members don't share."""
+        self.leave()
+        self.costs.end()
+        self._run = None
+
+    def end(self) -> None:
+        """Take the updates out because no request is left that uses them."""
+        if self._run is None:
+            return
+        with self._lock:
+            self.leave()
+            self.costs.end()
+            self._run = None
+
+    def _set(self, updates: Updates) -> AdapterSet | None:
+        """Return the checked adapters; None if there are none, or they can't be written."""
+        if not updates:
+            return None
+        settings = self._settings()
+        if settings.inductor or settings.prepack or whole_hook(self._module) is not None:
+            return None  # weights are in code, in another layout, or moved about
+        written, self._adapters.written = self._adapters.written, None
+        try:
+            own = self._adapters.of(updates)
+        finally:
+            self._adapters.written = written
+        if own is None or any(type(one.weight) not in PLAIN_TENSORS for one in own.layers):
+            return None
+        return None if any(one.weight.is_inference() for one in own.layers) else own
+
+    def _write(self, updates: Updates, own: AdapterSet, work: int) -> None:
+        began = self._clock()
+        self._weights.fingerprint()  # of the weights as they are: it stays theirs
+        self._follow()
+        with self._weights.writing():
+            self._patch.apply(updates)
+        self._follow()
+        self._adapters.written = own.key
+        self.costs.written += 1
+        self._took, self._work = self._clock() - began, work
+
+    def _follow(self) -> None:
+        """Compute weights in other layouts again, where these have changed."""
+        for program in list(self._programs.programs.values()):
+            self._executor.derived.follow(program)
+
+
+def work_of(own: AdapterSet) -> int:
+    """Return the multiplications that make the updates of all weights, and the numbers copied."""
+    return sum(one.weight.numel() * (2 + one.rank) for one in own.layers)
+
+
+def shared(sets: Sequence[Updates]) -> Updates:
+    """Return the adapters of all members if they are the same; () if not."""
+    keys = {tuple((u.digest, u.weight, id(u.layers)) for u in own) for own in sets}
+    return sets[0] if len(keys) == 1 else ()

@@ -1,0 +1,214 @@
+"""Adapters in the weights: results of low-rank terms, weights as before, and when they pay."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import maskfx
+from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep
+from maskfx.runtime.in_place import shared
+from maskfx.runtime.lora.adapter import Updates
+from maskfx.runtime.lora.in_place_costs import AGAIN, LEAST, InPlaceCosts, SharedStep
+from tests.factories.lora import difference_of, merged, update_of
+from tests.passes.tools import error
+from tests.runtime.backends.test_inductor import MASKS, Stack, inputs
+from tests.runtime.test_adapters import Odd, odd_inputs
+
+TOLERANCE = 1e-5
+KIND = SharedStep.of(1, 64, 1000)
+
+
+class Always(InPlaceCosts):
+    """Writes the adapters of each step."""
+
+    def pays(self, kind: SharedStep, work: int, sites: int, left: int) -> bool:
+        return True
+
+    def stays(self, kind: SharedStep) -> bool:
+        return True
+
+
+@pytest.fixture
+def module() -> nn.Module:
+    return Stack(2).eval()
+
+
+@pytest.fixture
+def denoiser(module: nn.Module) -> Iterator[CompiledDenoiser]:
+    before = [value.clone() for value in module.parameters()]
+    made = maskfx.compile(module)
+    made.in_place.costs = Always()
+    yield made
+    made.in_place.end()
+    assert all(map(torch.equal, module.parameters(), before))
+
+
+def recorded_edit(
+    denoiser: CompiledDenoiser, own: Updates, call: dict[str, Tensor]
+) -> tuple[Tensor, EditStep]:
+    output, cache = denoiser.step([RecordStep(call, own)])[0]
+    return output, EditStep(call, MASKS["some"]((8, 8)), cache, adapters=own)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_results_are_those_of_the_changed_module(
+    whole: bool, denoiser: CompiledDenoiser, module: nn.Module
+) -> None:
+    own = (difference_of(module, 4) if whole else update_of(module, 4, 1),)
+    calls = [inputs(1, 8, 8, seed) for seed in range(2)]
+    wanted = [merged(module, own)(**call) for call in calls]
+    fingerprint = denoiser.fingerprint()
+    edits = [recorded_edit(denoiser, own, call)[1] for call in calls]
+    with denoiser.in_place.step(own, 2, 128, 10) as written:
+        assert written
+        assert error(module(**calls[0]), wanted[0]) < TOLERANCE
+        found = denoiser.step([*edits, *(RecordStep(call, own) for call in calls)])
+        dense = [denoiser.plain_step(DenseStep(call, own)) for call in calls]
+        [group] = denoiser.alike(calls, [own, own])
+        together = denoiser.plain_together(group)
+    for i, expected in enumerate(wanted):
+        assert error(found[i], expected) < TOLERANCE
+        assert error(found[2 + i][0], expected) < TOLERANCE
+        assert error(dense[i], expected) < TOLERANCE
+        assert error(together[i], expected) < TOLERANCE
+    assert denoiser.in_place.written, "it stays for the next step"
+    recording = found[2][1]
+    assert denoiser.fingerprint() == fingerprint == recording.weights
+    assert denoiser.in_place.written, "it has the fingerprint of the weights without"
+    again = EditStep(calls[0], MASKS["some"]((8, 8)), recording, adapters=own)
+    assert error(denoiser.step([again])[0], wanted[0]) < TOLERANCE
+    assert not denoiser.in_place.written, "other uses take it out"
+
+
+def test_weights_in_other_layouts_follow() -> None:
+    module = Odd().eval()
+    denoiser, own, call = maskfx.compile(module), (update_of(module, 4, 1),), odd_inputs(1, 8, 8)
+    denoiser.in_place.costs = Always()
+    plain = merged(module, ())(**call)
+    wanted = merged(module, own)(**call)
+    for _ in range(2):
+        with denoiser.in_place.step(own, 1, 64, 10):
+            assert error(denoiser.step([RecordStep(call, own)])[0][0], wanted) < TOLERANCE
+        assert error(denoiser.step([RecordStep(call)])[0][0], plain) < TOLERANCE
+
+
+def test_another_thread_gets_the_module_as_it_is(
+    denoiser: CompiledDenoiser, module: nn.Module
+) -> None:
+    own, call = (update_of(module, 4, 1),), inputs(1, 8, 8)
+    plain, found = merged(module, ())(**call), list[Tensor]()
+    thread = threading.Thread(target=lambda: found.append(denoiser.plain(**call)))
+    with denoiser.in_place.step(own, 1, 64, 10) as written:
+        assert written
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive(), "it waits for the step"
+    thread.join(60)
+    assert error(found[0], plain) < TOLERANCE
+    assert not denoiser.in_place.written
+
+
+def test_a_change_of_the_weights_is_still_seen(module: nn.Module) -> None:
+    denoiser, own, call = maskfx.compile(module), (update_of(module, 4, 1),), inputs(1, 8, 8)
+    denoiser.in_place.costs = Always()
+    before = denoiser.fingerprint()
+    with denoiser.in_place.step(own, 1, 64, 10):
+        assert not denoiser._weights.overwritten()
+    denoiser.in_place.end()
+    assert denoiser.fingerprint() == before
+    with torch.no_grad():
+        next(module.parameters()).mul_(1.1)
+    assert denoiser.fingerprint() != before
+    assert error(denoiser.record(**call)[0], merged(module, ())(**call)) < TOLERANCE
+
+
+def test_a_step_with_other_members_takes_it_out(
+    denoiser: CompiledDenoiser, module: nn.Module
+) -> None:
+    one, other, call = (update_of(module, 4, 1),), (update_of(module, 4, 2),), inputs(1, 8, 8)
+    assert shared([one, one]) == one
+    assert shared([one, other]) == shared([one, ()]) == ()
+    with denoiser.in_place.step(one, 1, 64, 10) as written:
+        assert written
+    with denoiser.in_place.step((), 2, 128, 10) as written:
+        assert not written
+        found = denoiser.step([RecordStep(call, one), RecordStep(call, other)])
+    for own, (result, _) in zip((one, other), found, strict=True):
+        assert error(result, merged(module, own)(**call)) < TOLERANCE
+    assert denoiser.in_place.costs.fell_back == 1
+    assert "taken out early 1 times" in denoiser.explain()
+
+
+def test_what_a_failing_step_leaves_is_taken_out(
+    denoiser: CompiledDenoiser, module: nn.Module
+) -> None:
+    with (
+        pytest.raises(RuntimeError, match="the step fails"),
+        denoiser.in_place.step((update_of(module, 4, 1),), 1, 64, 10),
+    ):
+        raise RuntimeError("the step fails")
+    denoiser.plain(**inputs(1, 8, 8))
+    assert not denoiser.in_place.written
+
+
+# Costs: pure numbers.
+
+
+def steps(costs: InPlaceCosts, in_place: bool, seconds: float, count: int = 2) -> None:
+    for _ in range(count):
+        costs.add_step(KIND, in_place, 64, seconds)
+
+
+def test_both_ways_are_measured_and_the_better_one_is_used() -> None:
+    costs = InPlaceCosts()
+    costs.begin(KIND, 20)
+    assert not costs.pays(KIND, 1000, 64, 20), "low-rank terms are measured first"
+    steps(costs, False, 1.3)
+    assert costs.pays(KIND, 1000, 64, 18), "then the weights"
+    assert not costs.pays(KIND, 1000, 64, LEAST - 1)
+    steps(costs, True, 1.0)
+    costs.add_write(1000, 1.0)
+    assert costs.write_seconds(2000) == pytest.approx(2.0)
+    assert costs.pays(KIND, 1000, 64, 4)  # saves 1.2
+    assert not costs.pays(KIND, 2000, 64, 4)
+    assert costs.stays(KIND)
+    steps(costs, True, 9.0, 3)
+    assert not costs.stays(KIND)
+    assert "1.00 times" not in costs.describe()
+
+
+def test_steps_that_dont_come_count() -> None:
+    costs = InPlaceCosts()
+    steps(costs, False, 1.3)
+    steps(costs, True, 1.0)
+    costs.add_write(1000, 1.0)
+    costs.end()
+    assert costs.pays(KIND, 1000, 64, 10)
+    for _ in range(8):  # another request joins after a step, each time
+        costs.begin(KIND, 10)
+        steps(costs, False, 1.3, 1)
+        costs.end()
+    assert costs.lasted < 0.2
+    assert not costs.pays(KIND, 1000, 64, 10)
+    for _ in range(8):
+        costs.begin(KIND, 10)
+        steps(costs, False, 1.3, 10)
+        costs.end()
+    assert costs.pays(KIND, 1000, 64, 10)
+
+
+def test_a_way_that_lost_is_measured_again() -> None:
+    costs = InPlaceCosts()
+    steps(costs, False, 1.0)
+    steps(costs, True, 2.0)
+    for _ in range(AGAIN - 1):
+        costs.begin(KIND, 10)
+        assert not costs.pays(KIND, 1000, 64, 10)
+        steps(costs, False, 1.0, 10)
+    costs.begin(KIND, 10)
+    assert costs.pays(KIND, 1000, 64, 10)
