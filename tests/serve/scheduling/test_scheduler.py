@@ -239,8 +239,9 @@ def test_in_a_crowd_the_shorter_goes_first_and_of_equals_the_one_with_more_slack
     busy = Worker("w", 2, [Running(Demand("r", short, 0.0), 5)])
     found = scheduler.decide(0.0, [*crowd, tight, loose], [busy])
     assert [demand.id for demand, _ in found.starts] == [loose.id]
-    few = scheduler.decide(0.0, [crowd[0], tight], [busy])
-    assert [demand.id for demand, _ in few.starts] == [tight.id], "no crowd: the least slack first"
+    long = Demand("long", EDIT, 0.0, 1.5 * SOLO)
+    few = scheduler.decide(0.0, [loose, long], [Worker("w", 1)])
+    assert [demand.id for demand, _ in few.starts] == [long.id], "no crowd: the least slack first"
 
 
 @pytest.mark.parametrize(("made", "starts"), [(0, 0), (1, 1)])
