@@ -1,17 +1,25 @@
 """How well the seconds of a step are predicted for compositions that were never seen.
 
-    OMP_NUM_THREADS=1 python -m bench.costs.compositions [--compositions N] [--steps FILE] [--out F]
+    OMP_NUM_THREADS=1 python -m bench.costs.compositions [--compositions N] [--turns N]
+        [--steps FILE] [--out F]
 
 Batches of random composition (edits, dense members, recordings and members that reuse patches, in
-three sizes, guided and not) run on the shipped models in an engine, as on a worker. What each step
-reports is written to a file of lines; with `--steps` an earlier one is read, and nothing runs.
+three sizes, guided and not) run on the shipped models in an engine, as on a worker; all of them
+once, then again with the same masks and noise, `--turns` times. What each step reports is written
+to a file of lines; with `--steps` an earlier one is read, and nothing runs.
 
 held_out  fitted to 80 % of the compositions, judged on the steps of the others: mean absolute
           percentage error and R2 of each predictor, in CPU seconds of the computing thread and in
-          wall seconds. `noise` is the error of the best predictor that can be: the median of the
-          steps with equal members.
+          wall seconds. Of the first turn. `noise` is the error of the median of the steps with
+          equal members within a run.
+repeats   how well a step is predicted by the very same step in the other turns, minutes apart,
+          which no model of compositions can surpass; also with each turn's speed taken out, and in
+          units of a fixed piece of work that is timed after each step
+least     as held_out, of the least seconds of each step over the turns: what it takes where the
+          machine does nothing else
 serving   the server's predictor as it serves: each step is predicted, then observed, in the order
-          in which they ran, on a machine whose speed is as it was, or changes
+          in which they ran, on a machine whose speed is as it was, or changes; and with the
+          speed corrected at each eighth step only
 """
 
 from __future__ import annotations
@@ -20,7 +28,7 @@ import argparse
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +49,7 @@ RESULTS = ROOT / "bench" / "results"
 MODELS = ("unet", "dit")
 HELD_OUT, FOLDS = 0.2, 5
 SPEEDS = {"as measured": 1.0, "twice as slow from the middle on": 2.0}
+EIGHTH = "followed at each eighth step"
 
 Row = dict[str, Any]
 decode = msgspec.json.Decoder(StepSeen).decode
@@ -100,9 +109,73 @@ def noise(data: Data) -> float | None:
     return statistics.mean(off) if off else None
 
 
-def serving(data: Data, factor: float) -> Row:
+def members_key(one: StepSeen) -> tuple[Any, ...]:
+    return tuple(sorted((m.kind, m.sites, m.whole, m.samples, m.first) for m in one.members))
+
+
+def repeated(seen: Sequence[StepSeen]) -> list[list[StepSeen]]:
+    """Return the steps with equal members of the same composition that ran in several turns."""
+    groups: dict[tuple[Any, ...], list[StepSeen]] = defaultdict(list)
+    for one in seen:
+        groups[one.run, members_key(one)].append(one)
+    return [group for group in groups.values() if len({one.turn for one in group}) > 1]
+
+
+def repeats(seen: Sequence[StepSeen]) -> Row:
+    """Predict each step by the median of the same one in the other turns."""
+    groups = repeated(seen)
+    found: Row = {"steps": sum(map(len, groups)), "groups": len(groups)}
+    units: dict[str, Callable[[StepSeen], float]] = {
+        "cpu": lambda one: one.cpu,
+        "of the reference": lambda one: one.cpu / one.reference,
+    }
+    for name, seconds in units.items():
+        speed = speeds(groups, seconds)
+        plain, scaled = [], []
+        for group in groups:
+            for one in group:
+                took = seconds(one)
+                others = [other for other in group if other.turn != one.turn]
+                plain.append(abs(statistics.median(map(seconds, others)) - took) / took)
+                same = statistics.median(seconds(o) / speed[o.turn] for o in others)
+                scaled.append(abs(same * speed[one.turn] - took) / took)
+        found[name] = {
+            "speeds": {str(turn): value for turn, value in speed.items()},
+            "mape": statistics.mean(plain),
+            "median": statistics.median(plain),
+            "mape_scaled": statistics.mean(scaled),
+            "median_scaled": statistics.median(scaled),
+        }
+    return found
+
+
+def speeds(
+    groups: Sequence[Sequence[StepSeen]], seconds: Callable[[StepSeen], float]
+) -> dict[int, float]:
+    """Return how many times longer the steps of each turn took than the median of all turns."""
+    ratios: dict[int, list[float]] = defaultdict(list)
+    for group in groups:
+        usual = statistics.median(map(seconds, group))
+        for one in group:
+            ratios[one.turn].append(seconds(one) / usual)
+    return {turn: statistics.median(values) for turn, values in sorted(ratios.items())}
+
+
+def least(seen: Sequence[StepSeen]) -> list[StepSeen]:
+    """Return the quickest of each group of repeated steps."""
+    return [min(group, key=lambda one: one.cpu) for group in repeated(seen)]
+
+
+class EachEighth(LearnedCosts):
+    """The served costs, whose speed is corrected when they are fitted, and not between."""
+
+    def _follow(self) -> None:
+        return
+
+
+def serving(data: Data, factor: float, costs: type[LearnedCosts] = LearnedCosts) -> Row:
     """Predict each step before it is observed; judged on the second half."""
-    learned, said, seen = LearnedCosts(START), [], []
+    learned, said, seen = costs(START), [], []
     for number, (step, took) in enumerate(zip(data.steps, data.seconds.tolist(), strict=True)):
         late = number >= len(data.steps) / 2
         seconds = took * (factor if late else 1.0)
@@ -117,19 +190,26 @@ def serving(data: Data, factor: float) -> Row:
 def judged(name: str, seen: Sequence[StepSeen]) -> Row:
     found: Row = {"model": name, "steps": len(seen), "compositions": len({s.run for s in seen})}
     found["members"] = statistics.mean(len(s.members) for s in seen)
+    found["turns"] = len({s.turn for s in seen})
+    if repeated(seen):
+        found["repeats"] = repeats(seen)
+        found["least"] = held_out(Data.of(least(seen), "cpu"))
+    first = [one for one in seen if one.turn == 0]
     for clock in ("cpu", "seconds"):
-        data = Data.of(seen, clock)
+        data = Data.of(first, clock)
         found[clock] = {
             "median": float(np.median(data.seconds)),
             "noise": noise(data),
             "held_out": held_out(data),
-            "serving": {title: serving(data, factor) for title, factor in SPEEDS.items()},
+            "serving": {title: serving(data, factor) for title, factor in SPEEDS.items()}
+            | {f"{t}, {EIGHTH}": serving(data, f, EachEighth) for t, f in SPEEDS.items()},
         }
     return found
 
 
 def costs_of(name: str, seen: Sequence[StepSeen]) -> FittedCosts:
     """Return the costs of a model's steps in CPU seconds, for the simulator."""
+    seen = least(seen) or seen
     fit = StepFit(START.coefficients, len(seen))
     for one in seen:
         fit.add(Composition.of(one.members), one.cpu)
@@ -148,6 +228,13 @@ def costs_of(name: str, seen: Sequence[StepSeen]) -> FittedCosts:
 
 
 def tell(row: Row) -> None:
+    if "least" in row:
+        for unit in ("cpu", "of the reference"):
+            own = row["repeats"][unit]
+            print(f"{row['model']}, {unit}, the same step: {own['mape']:.1%}, at the turn's speed "
+                  f"{own['mape_scaled']:.1%}")  # fmt: skip
+        for name, one in row["least"].items():
+            print(f"  least     {name:34} {one['mape']:7.1%} {one['r2']:7.3f}")
     for clock in ("cpu", "seconds"):
         own = row[clock]
         print(f"{row['model']}, {clock}: {row['steps']} steps, noise {own['noise']:.1%}")
@@ -163,7 +250,7 @@ def main(command: Sequence[str] | None = None) -> None:
     for name in given.models:
         path = Path(f"{given.steps}-{name}.jsonl")
         if not path.exists():
-            measure(name, given.compositions, given.most, given.seed, path)
+            measure(name, given.compositions, given.most, given.seed, path, given.turns)
         seen = [decode(line) for line in path.read_bytes().splitlines()]
         result["models"].append(judged(name, seen))
         if given.costs:
@@ -178,6 +265,7 @@ def parse(command: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--compositions", type=int, default=60)
+    parser.add_argument("--turns", type=int, default=1, help="how often each composition runs")
     parser.add_argument("--most", type=int, default=6, help="requests of a composition, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", default="compositions", help="FILE of FILE-MODEL.jsonl")

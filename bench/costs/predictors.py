@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from maskfx.runtime.planner.least_squares import Floats
+from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.messages import StepMember
 from maskfx.serve.scheduling.composition import Composition
 from maskfx.serve.scheduling.cost_model import START
@@ -101,6 +102,24 @@ class Served:
         return said
 
 
+class WithCalls(Served):
+    """The served figures, and which code runs: rows at all, a recording, calls of the module."""
+
+    def _row(self, step: Members) -> tuple[float, ...]:  # type: ignore[override]
+        computing = [member for member in step if member.sites]
+        dense = {m.whole for m in computing if m.kind is StepKind.DENSE}
+        rows = any(m.kind is not StepKind.DENSE for m in computing)
+        recordings = any(m.kind is StepKind.RECORD for m in computing)
+        return (*Composition.of(step), float(rows), float(recordings), float(len(dense)))
+
+    def fit(self, steps: Sequence[Members], seconds: Floats) -> None:
+        start = (*START.coefficients, START.base, START.base, START.base)
+        window = ObservationWindow(start, len(steps), relative=True)
+        for step, took in zip(steps, seconds, strict=True):
+            window.add(self._row(step), float(took))
+        self._found = window.fit()[0]
+
+
 class SupportVectors:
     """PatchedServe's: scikit-learn's SVR on the counts by size, distinct sizes and patches.
 
@@ -147,6 +166,7 @@ def predictors(sizes: Sequence[int]) -> dict[str, Callable[[], Predictor]]:
         "requests and sites": SitesOnly,
         "requests, sites and pairs": SitesAndPairs,
         "composition, linear": Served,
+        "composition and calls": WithCalls,
         "without levels": lambda: Served(levels=False),
         "without first steps": lambda: Served(firsts=False),
         "without both": lambda: Served(firsts=False, levels=False),

@@ -2,11 +2,15 @@
 
 Owns the requests and the engine; knows nothing of predictions. CPU seconds are those of the
 thread that computes the step, from its start to its end: with one thread for operators
-(OMP_NUM_THREADS=1) they don't contain what other programs of the machine take.
+(OMP_NUM_THREADS=1) they don't contain the time that other programs of the machine get. These slow
+it down all the same, by shared caches and memory, so a fixed piece of work is timed after each
+step, in the same thread: `reference`.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,12 +46,15 @@ TOGETHER = 30.0  # seconds that a step waits for requests that are about to subm
 
 
 class StepSeen(msgspec.Struct, frozen=True):
-    """A step: which run it belongs to, what its members computed, and what it took."""
+    """A step: which composition it belongs to, what its members computed, and what it took."""
 
-    run: int
+    run: int  # number of the composition
     members: list[StepMember]
     seconds: float
     cpu: float
+    turn: int = 0  # how often the composition had run before
+    step: int = 0  # number of the step in this run
+    reference: float = 0.0  # CPU seconds of the reference work after it
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,30 @@ def drawn(draw: np.random.Generator, most: int) -> list[Asked]:
     ]
 
 
+class Reference:
+    """Fixed work of the kinds that a step has: a convolution, products, attention."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self._picture = torch.randn(2, 128, 32, 32, generator=draw)
+        self._kernel = torch.randn(128, 128, 3, 3, generator=draw)
+        self._rows = torch.randn(1024, 512, generator=draw)
+        self._weight = torch.randn(512, 2048, generator=draw)
+        self._heads = torch.randn(2, 4, 1024, 64, generator=draw)
+
+    @torch.no_grad()
+    def seconds(self) -> float:
+        """Return the CPU seconds that it takes now; the median of three."""
+        return statistics.median(self._once() for _ in range(3))
+
+    def _once(self) -> float:
+        began = time.thread_time()
+        torch.conv2d(self._picture, self._kernel, padding=1)
+        torch.nn.functional.silu(self._rows @ self._weight)
+        torch.nn.functional.scaled_dot_product_attention(self._heads, self._heads, self._heads)
+        return time.thread_time() - began
+
+
 class Bed:
     """A shipped pipeline behind an engine."""
 
@@ -83,7 +114,8 @@ class Bed:
         quality = replace(Quality.of("all-steps"), patches=0.1)
         maskfx.compile(self.pipe, tiers=Tiers(host_bytes=HOST_BYTES), quality=quality)
         self.seen: list[StepSeen] = []
-        self._run = -1
+        self._run, self._turn = -1, 0
+        self._reference = Reference()
         policy = maskfx.BatchPolicy(patience=TOGETHER, batch=most)
         self.engine = Engine(policy, running=most, told=self._told)
         self._ready()
@@ -98,10 +130,12 @@ class Bed:
             denoiser.level_shares = shares_of(denoiser, across := max(SIZES) // SITE, across)
         self._kept = {stored.name for stored in self.pipe.templates()}
 
-    def run(self, number: int, composition: Sequence[Asked]) -> None:
-        """Make the requests of a composition together."""
-        self._run = number
-        tickets = [self._submit(asked, i) for i, asked in enumerate(composition)]
+    def run(self, number: int, composition: Sequence[Asked], turn: int = 0) -> None:
+        """Make the requests of a composition together; the same ones in each turn."""
+        self._run, self._turn = number, turn
+        tickets = [
+            self._submit(asked, 100 * (number + 1) + i) for i, asked in enumerate(composition)
+        ]
         for ticket in tickets:
             ticket.result()
         for stored in self.pipe.templates():  # those of recordings are pinned
@@ -112,7 +146,9 @@ class Bed:
         self.engine.close()
 
     def _told(self, step: Step) -> None:
-        self.seen.append(StepSeen(self._run, members_of(step), step.seconds, step.cpu))
+        at = len(self.seen)
+        members, took = members_of(step), self._reference.seconds()
+        self.seen.append(StepSeen(self._run, members, step.seconds, step.cpu, self._turn, at, took))
 
     def _submit(self, asked: Asked, number: int) -> Ticket:
         self._calls += 1
@@ -137,22 +173,27 @@ class Bed:
             if asked.kind is StepKind.REUSE:
                 quality = replace(quality, patches=maskfx.PatchReuse(0.1, first=2))
         else:
-            mask = strokes(across, across, asked.share, seed=self._calls).numpy()
+            mask = strokes(across, across, asked.share, seed=number).numpy()
         pixels = mask.repeat(SITE, 0).repeat(SITE, 1).astype(np.uint8) * 255
         given |= {"mask_image": Image.fromarray(pixels), "quality": quality}
         return self.engine.submit(self.pipe, **given)
 
 
-def measure(name: str, compositions: int, most: int, seed: int, path: Path) -> None:
-    """Run random compositions on a shipped model, and write their steps to a file of lines."""
+def measure(name: str, compositions: int, most: int, seed: int, path: Path, turns: int = 1) -> None:
+    """Run random compositions on a shipped model, and write their steps to a file of lines.
+
+    All run once, then all again, `turns` times: equal steps are minutes apart.
+    """
     draw = np.random.default_rng(seed)
+    asked = [drawn(draw, most) for _ in range(compositions)]
     bed = Bed(name, most)
     try:
         with path.open("wb", buffering=0) as file:
-            for number in range(compositions):
-                bed.run(number, drawn(draw, most))
-                file.write(b"".join(msgspec.json.encode(one) + b"\n" for one in bed.seen))
-                bed.seen.clear()
-                print(f"{name}: {number + 1} of {compositions}", flush=True)
+            for turn in range(turns):
+                for number, composition in enumerate(asked):
+                    bed.run(number, composition, turn)
+                    file.write(b"".join(msgspec.json.encode(one) + b"\n" for one in bed.seen))
+                    bed.seen.clear()
+                    print(f"{name}: {number + 1} of {compositions}, turn {turn + 1}", flush=True)
     finally:
         bed.close()

@@ -1,8 +1,7 @@
 """Engine: requests submit denoiser calls and wait; one ragged step executes the waiting calls.
 
 A ragged step batches calls with different numbers of active sites. Each request runs its
-pipeline's code in a separate thread, on a copy of the pipeline with its own scheduler over the
-shared modules. The call's policy decides whether a call is a dense step, a recording or an edit.
+pipeline's code in a thread, on a copy of the pipeline with its own scheduler and shared modules.
 """
 
 from __future__ import annotations
@@ -17,12 +16,14 @@ from math import inf
 from typing import TypeVar
 
 from maskfx.engine.admission import Admission
+from maskfx.engine.admission_policy import AdmissionPolicy
 from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest
 from maskfx.engine.own_pipeline import OwnPipelines
 from maskfx.engine.placement import InRequestThreads, Placement
 from maskfx.engine.round_policy import RoundPolicy
 from maskfx.engine.round_runner import RoundRunner
 from maskfx.engine.services import NetServices, OwnProcesses
+from maskfx.engine.step_admission import StepAdmission
 from maskfx.engine.step_runner import Step, StepRunner
 from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState, Told
 from maskfx.errors import Closed, InputError
@@ -67,6 +68,8 @@ class Engine:
         rounds: decides which requests step on which of these ranks; groups of requests on disjoint
             ranks step at the same time, and callbacks come from the groups' threads. By default
             all ranks compute each step.
+        admission: decides when the steps of a prepared request begin, and which requests end
+            because their deadline can't be met. By default they begin at once.
         `told`: callback after each step, called in the engine's thread, so it should be quick.
     """
 
@@ -82,6 +85,7 @@ class Engine:
         ranks: int = 1,
         rank_timeout: float = 1.0,
         rounds: RoundPolicy | None = None,
+        admission: AdmissionPolicy | None = None,
         told: Callable[[Step], None] | None = None,
     ) -> None:
         for name, value in (("running", running), ("queue", queue), ("ranks", ranks)):
@@ -89,6 +93,8 @@ class Engine:
                 raise InputError(f"Engine: {name}={value!r}: give a whole number, 1 or more")
         if rounds is not None and ranks == 1:
             raise InputError("Engine: rounds= shares ranks between requests: give ranks=2 or more")
+        if rounds is not None and admission is not None:
+            raise InputError("Engine: rounds= decides which requests step: leave out admission=")
         self.waiting = waiting or BatchPolicy()
         self._outside = outside or InRequestThreads()
         if not rank_timeout > 0:
@@ -105,6 +111,8 @@ class Engine:
         self._closing = False
         self._ended = False  # the loop runs no further step
         self.rounds = None if rounds is None else RoundRunner(rounds, self, self._notify)
+        slots = min(running, self.waiting.batch)
+        self.admission = None if admission is None else StepAdmission(admission, slots)
         self._outside.start(self)
         self._loop = threading.Thread(target=self._run, name="maskfx-engine", daemon=True)
         self._loop.start()
@@ -292,6 +300,8 @@ class Engine:
                         self._changed.wait(LOOK)
             elif parked:
                 self.runner.run(parked)
+                if self.admission is not None:
+                    self.admission.note(parked, self.steps[-1])
 
     def _end(self, why: str) -> None:
         """End the engine: finish all unfinished requests with `Closed`."""
@@ -311,8 +321,11 @@ class Engine:
         self._drop(now)
         held = frozenset[Ticket]() if self.rounds is None else self.rounds.held
         parked = [p for p in self._parked if p.ticket not in held]
+        if self.admission is not None:
+            parked = self.admission.select(now, parked)
+            self._parked = [p for p in self._parked if p.error is None]
         seats = [WaitingRequest(p.at, p.ticket.started, p.overtaken, p.ticket.due) for p in parked]
-        waiting = {id(p.ticket) for p in parked}
+        waiting = {id(p.ticket) for p in self._parked}
         stepping = [t for t in self._requests.stepping() if t not in held]
         coming = [t.started for t in stepping if id(t) not in waiting]
         ended = self.steps[-1].ended if self.steps else -inf
@@ -326,12 +339,11 @@ class Engine:
         if self.rounds is not None:
             self._parked = [p for p in self._parked if p.ticket in held]
             return parked
-        chosen = set(self.waiting.choose(seats))
-        taken = [p for i, p in enumerate(self._parked) if i in chosen]
-        self._parked = [p for i, p in enumerate(self._parked) if i not in chosen]
+        taken = [parked[i] for i in self.waiting.choose(seats)]
         latest = max(p.ticket.started for p in taken)
-        for left_over in self._parked:
-            left_over.overtaken += left_over.ticket.started < latest
+        self._parked = [p for p in self._parked if p not in taken]
+        for left_over in parked:
+            left_over.overtaken += left_over not in taken and left_over.ticket.started < latest
         return taken
 
     def _admit(self, now: float) -> None:

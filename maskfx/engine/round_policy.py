@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
+from maskfx.runtime.step_kinds import StepKind
+
 
 @dataclass(frozen=True)
 class StepLoad:
@@ -21,11 +23,15 @@ class StepLoad:
         sites: Sites that are computed, of one picture.
         whole: All sites of that picture.
         pictures: The number of pictures: guidance branches, times those of the batch.
+        kind: What it computes of them.
+        first: Whether it is the first step of its run.
     """
 
     sites: int
     whole: int
     pictures: int = 1
+    kind: StepKind = StepKind.EDIT
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class RoundCall:
         arrived: When the request was submitted.
         due: Deadline of its result.
         after: Seconds from its last step to the result, as measured of others.
+        user: Whose request it is.
     """
 
     id: int
@@ -49,6 +56,7 @@ class RoundCall:
     arrived: float
     due: float = inf
     after: float = 0.0
+    user: str = ""
 
 
 @dataclass(frozen=True)

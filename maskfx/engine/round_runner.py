@@ -7,16 +7,16 @@ which requests are in a group, and the counts of rounds; `round_policy.py` has w
 
 from __future__ import annotations
 
-import itertools
 import logging
 import statistics
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from maskfx.engine.request_estimates import RequestEstimates
 from maskfx.engine.round_policy import (
     RankedGroup,
     RoundCall,
@@ -24,14 +24,12 @@ from maskfx.engine.round_policy import (
     RoundPolicy,
     check,
 )
-from maskfx.engine.step_load import load_ahead, load_of, steps_left
 from maskfx.engine.ticket import ParkedCalls, Ticket
 from maskfx.errors import DeadlineMissed
 
 log = logging.getLogger(__name__)
 
 GAPS = 32  # latest times between two steps of a group that count
-DECODES = 8  # latest times from the last step to the result that count, by size of the picture
 STRAGGLER = 0.25  # share of a step for which a group waits for those of its requests that are late
 PATIENCE = 0.5  # seconds for which it waits if none of them has a call
 
@@ -94,14 +92,9 @@ class RoundRunner:
         self._loop, self._ended = loop, ended
         self._busy: set[int] = set()
         self._lock = threading.Lock()  # guards the policy, and what is above and below
-        self._numbers: dict[Ticket, int] = {}
-        self._numbered = itertools.count()
+        self._estimates = RequestEstimates()
         self._late: set[Ticket] = set()
-        self._shares: dict[tuple[Ticket, bool], float] = {}  # of computed sites, by last step
-        self._warm: set[tuple[int, tuple[int, ...], int, bool]] = set()
         self._between: deque[float] = deque(maxlen=GAPS)  # seconds between steps of a group
-        self._decoding: dict[Ticket, tuple[float, int]] = {}  # end of last step, sites
-        self._decodes: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=DECODES))
 
     @property
     def between(self) -> float:
@@ -120,7 +113,8 @@ class RoundRunner:
         """Decide about these calls, start the groups, and return the calls that stay parked."""
         now = time.perf_counter()
         with self._lock:
-            self._note_decodes()
+            self._estimates.forget()
+            self._late = {ticket for ticket in self._late if not ticket.done()}
             by_id, calls = self._calls(parked)
             if not calls:
                 return []
@@ -148,10 +142,9 @@ class RoundRunner:
         by_id: dict[int, ParkedCalls] = {}
         calls = []
         for one in parked:
-            number = self._number(one.ticket)
             try:
-                calls.append(self._call(number, one))
-                by_id[number] = one
+                calls.append(call := self._estimates.call(one))
+                by_id[call.id] = one
             except Exception as error:
                 log.exception("a request's step can't be estimated")
                 one.error = error
@@ -174,11 +167,6 @@ class RoundRunner:
         alone = RankedGroup((free[0],), {oldest.id: 1})
         return RoundDecision((alone,), decision.late, decision.drops)
 
-    def _number(self, ticket: Ticket) -> int:
-        if ticket not in self._numbers:
-            self._numbers[ticket] = next(self._numbered)
-        return self._numbers[ticket]
-
     def _drop(self, parked: ParkedCalls) -> None:
         left = parked.ticket.due - time.perf_counter()
         parked.error = DeadlineMissed(
@@ -186,14 +174,6 @@ class RoundRunner:
             f"{parked.ticket.steps} steps"
         )
         parked.answered.set()
-
-    def _call(self, number: int, parked: ParkedCalls) -> RoundCall:
-        ticket, recording = parked.ticket, parked.calls[-1].recording
-        load = load_ahead(parked.calls, self._shares.get((ticket, recording)))
-        left, steps = steps_left(parked.calls[-1])
-        decodes = self._decodes.get(load.whole)
-        after = statistics.median(decodes) if decodes else 0.0
-        return RoundCall(number, load, left, steps, ticket.submitted, ticket.due, after)
 
     # A group's thread.
 
@@ -224,31 +204,9 @@ class RoundRunner:
             self._ended()
 
     def _note(self, batch: Sequence[ParkedCalls], ranks: tuple[int, ...], seconds: float) -> None:
-        """Learn from a step; the first one of its kind on these ranks compiles, and isn't usual."""
-        loads, now = [load_of(parked.calls) for parked in batch], time.perf_counter()
+        """Learn from a step, if it was a usual one."""
         with self._lock:
             self.counts.steps[len(ranks)] += 1
-            fresh = False
-            for parked, load in zip(batch, loads, strict=True):
-                ticket, recording = parked.ticket, parked.calls[-1].recording
-                self._shares[ticket, recording] = load.sites / load.whole
-                if parked.last and not recording:
-                    self._decoding[ticket] = now, load.whole
-                kind = id(parked.calls[-1].denoiser), ranks, load.whole, load.sites < load.whole
-                fresh |= kind not in self._warm
-                self._warm.add(kind)
-            recordings = any(parked.calls[-1].recording for parked in batch)
-            failed = any(parked.error for parked in batch) or not seconds
-            if not (fresh or recordings or failed):
+            loads = self._estimates.note(batch, ranks)
+            if loads and seconds:
                 self.policy.learn(len(ranks), loads, seconds + self.between)
-
-    def _note_decodes(self) -> None:
-        """Note how long requests that are done took after their last step; forget them."""
-        for ticket, (ended, whole) in list(self._decoding.items()):
-            if ticket.done():
-                del self._decoding[ticket]
-                self._decodes[whole].append(max(0.0, ticket.finished - ended))
-        for key in [key for key in self._shares if key[0].done()]:
-            del self._shares[key]
-        self._late = {ticket for ticket in self._late if not ticket.done()}
-        self._numbers = {t: number for t, number in self._numbers.items() if not t.done()}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from maskfx.engine.round_policy import StepLoad
 from maskfx.pipelines.handlers.edit_handler import EditHandler
+from maskfx.pipelines.handlers.patch_handler import PatchHandler
 from maskfx.pipelines.runs.computed_sites import sites_of
 from maskfx.pipelines.runs.run import DenoiserCall
 from maskfx.pipelines.templates.batches import batch_of
+from maskfx.runtime.step_kinds import StepKind
 from maskfx.runtime.steps import DenseStep
 
 
@@ -19,7 +22,8 @@ def load_of(calls: Sequence[DenoiserCall]) -> StepLoad:
     """
     own = [call for call in calls if call.name == calls[-1].name]
     whole = sum(call.whole for call in own)
-    return load_ahead(calls, sum(call.sites for call in own) / whole if whole else None)
+    ahead = load_ahead(calls, sum(call.sites for call in own) / whole if whole else None)
+    return replace(ahead, kind=calls[-1].kind)
 
 
 def load_ahead(calls: Sequence[DenoiserCall], share: float | None) -> StepLoad:
@@ -34,7 +38,18 @@ def load_ahead(calls: Sequence[DenoiserCall], share: float | None) -> StepLoad:
     total = sum(sites_of(DenseStep(call.inputs), call.run.active)[1] for call in own)
     whole = max(1, round(total / pictures))
     found = mask_share(calls[-1]) if share is None else share
-    return StepLoad(max(1, round(found * whole)), whole, pictures)
+    sites = max(1, round(found * whole))
+    return StepLoad(sites, whole, pictures, kind_ahead(calls[-1]), calls[-1].step == 0)
+
+
+def kind_ahead(call: DenoiserCall) -> StepKind:
+    """Return what most steps of a call's run compute."""
+    handler = call.run.handler
+    if handler.records:
+        return StepKind.RECORD
+    if isinstance(handler, EditHandler):
+        return StepKind.EDIT if handler.patches is None else StepKind.REUSE
+    return StepKind.REUSE if isinstance(handler, PatchHandler) else StepKind.DENSE
 
 
 def mask_share(call: DenoiserCall) -> float:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from bench.costs import compositions
-from bench.costs.compositions import costs_of, judged, noise
-from bench.costs.predictors import Served, SitesOnly, SupportVectors, errors
+from bench.costs.compositions import costs_of, judged, least, noise, repeated, repeats
+from bench.costs.predictors import Served, SitesOnly, SupportVectors, WithCalls, errors
 from bench.costs.steps import StepSeen, drawn
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.messages import StepMember
@@ -72,3 +72,40 @@ def test_costs_for_the_simulator_are_those_of_the_steps() -> None:
         batch = [Work(576, 576, 1, kind=kind), Work(100, 1024, 1)]
         assert found.step(batch) == pytest.approx(TRUTH.step(batch), rel=0.05)
     assert "'dit'" in found.origin
+
+
+def test_a_step_repeated_in_other_turns_bounds_what_can_be_predicted() -> None:
+    """The second turn is half as fast, and one of its steps has an outlier."""
+    steps = [
+        StepSeen(run, [StepMember(StepKind.EDIT, 9 + run, 64)], cpu, cpu, turn, 0, reference)
+        for run in range(5)
+        for turn, cpu, reference in ((0, 1.0, 0.1), (1, 4.0 if run == 4 else 2.0, 0.2))
+    ]
+    found = repeats(steps)
+    assert (found["groups"], found["steps"]) == (5, 10)
+    speeds = found["cpu"]["speeds"]
+    assert speeds["1"] / speeds["0"] == pytest.approx(2)
+    assert found["cpu"]["median"] > 0.4
+    assert found["cpu"]["median_scaled"] == pytest.approx(0)
+    assert found["cpu"]["mape_scaled"] > 0.1  # the outlier
+    assert found["of the reference"]["median"] == pytest.approx(0)
+    assert [one.cpu for one in least(steps)] == [1.0] * 5
+    assert repeated(steps[::2]) == []
+
+
+def test_calls_distinguish_what_the_composition_does_not() -> None:
+    """A step that has dense members takes as long again for each of their sizes."""
+    draw, steps, seconds = np.random.default_rng(1), [], []
+    for _ in range(200):
+        kinds = draw.choice([StepKind.EDIT, StepKind.DENSE], 3)
+        sizes = draw.choice([64, 128, 256], 3).tolist()
+        step = [StepMember(StepKind(k), n, n) for k, n in zip(kinds, sizes, strict=True)]
+        calls = len({m.whole for m in step if m.kind is StepKind.DENSE})
+        steps.append(step)
+        seconds.append(1.0 + calls + 1e-3 * sum(sizes))
+    seen_seconds = np.array(seconds)
+    off = []
+    for predictor in (WithCalls(), Served()):
+        predictor.fit(steps[:150], seen_seconds[:150])
+        off.append(errors(seen_seconds[150:], predictor.predict(steps[150:]))["mape"])
+    assert off[0] < 0.02 < off[1]

@@ -7,10 +7,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.simulate.bound import most_in_time
 from bench.simulate.run import CPU, GPU, WORKLOADS, main
 from bench.simulate.serving_costs import fitted_steps, load
 from bench.simulate.simulation import Served, Simulation
 from bench.simulate.traffic import FITTED, MASKS, demands, gaps, ratios, read_trace
+from bench.simulate.whole_pictures import (
+    OWN,
+    SIDES,
+    Side,
+    bound,
+    drawn,
+    highest,
+    reported,
+    served,
+    slack,
+)
 from maskfx.errors import InputError
 from maskfx.serve.scheduling.cost_model import FittedCosts
 from maskfx.serve.scheduling.load import Demand, Scheduler, Work
@@ -204,3 +216,39 @@ def test_a_broken_trace_names_its_line(tmp_path: Path) -> None:
     path.write_text('{"arrival":0,"sites":1,"whole":4,"steps":2}\n{"arrival":1,"site":1}\n')
     with pytest.raises(InputError, match=r"trace.jsonl, line 2"):
         read_trace(path)
+
+
+def test_a_bound_is_what_a_single_worker_can_do() -> None:
+    """Requests of a second that are due at the same time, and one that is due alone later."""
+    most = most_in_time([0.0] * 5 + [10.0], [3.0] * 5 + [11.0], [1.0] * 6, [1.0] * 6, 1)
+    assert most == pytest.approx(4.0, abs=0.1)
+    assert most_in_time([0.0], [0.5], [0.25], [1.0], 1) == pytest.approx(0.5, abs=0.01)
+
+
+def test_no_side_of_whole_pictures_exceeds_the_bound() -> None:
+    setting = reported(2.4, 0.02, 1.5, "a file")
+    trace = drawn(setting, 80, 1.6, 1, 5)
+    shares = {name: served(side, setting, trace, 1) for name, side in SIDES.items()}
+    most = bound(setting, trace, 1)
+    assert shares["patches kept"] < shares[OWN] <= most < 1 + 1e-9
+    assert max(shares["one by one"], shares["fixed batches"]) < shares[OWN]
+
+
+def test_a_batch_of_all_sizes_gains_what_the_paper_reports() -> None:
+    costs = reported(1.3, 0.05, 1.5, "a file").costs
+    one = Side(slack, one_size=True).costs(costs)
+    gains = []
+    for count in range(1, 5):
+        batch = [Work(side**2, side**2, 1) for side in (64, 96, 128)] * count
+        gains.append(1 - costs.step(batch) / one.step(batch))
+    assert np.mean(gains) == pytest.approx(0.13, abs=1e-3)
+    assert costs.step([Work(128**2, 128**2, 1)]) == pytest.approx(
+        1.3 * costs.step([Work(64**2, 64**2, 1)])
+    )
+
+
+def test_the_highest_load_is_interpolated() -> None:
+    rows = [{"load": 1.0, "a": 1.0}, {"load": 2.0, "a": 0.8}, {"load": 3.0, "a": 1.0}]
+    assert highest(rows, "a", 0.9) == pytest.approx(1.5)
+    assert highest(rows, "a", 0.5) == 3.0
+    assert highest([{"load": 1.0, "a": 0.8}], "a", 0.9) is None

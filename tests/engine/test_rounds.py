@@ -21,6 +21,7 @@ import pytest
 from torch import Tensor
 
 import maskfx
+from maskfx.engine.request_estimates import RequestEstimates
 from maskfx.engine.round_policy import (
     RankedGroup,
     RoundCall,
@@ -28,7 +29,6 @@ from maskfx.engine.round_policy import (
     StepLoad,
     check,
 )
-from maskfx.engine.round_runner import RoundRunner
 from maskfx.errors import DeadlineMissed, InputError
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.serve.scheduling.cost_model import FittedCosts
@@ -337,15 +337,15 @@ def test_a_policy_that_fails_or_chooses_nothing_holds_nobody_up() -> None:
 
 @pytest.mark.usefixtures("local")
 def test_a_request_that_cannot_be_estimated_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    estimate, failed = RoundRunner._call, list[int]()
+    estimate, failed = RequestEstimates.call, list[Any]()
 
-    def failing(self: RoundRunner, number: int, parked: Any) -> RoundCall:
+    def failing(self: RequestEstimates, parked: Any) -> RoundCall:
         if not failed:
-            failed.append(number)
+            failed.append(parked)
             raise ZeroDivisionError("no estimate")
-        return estimate(self, number, parked)
+        return estimate(self, parked)
 
-    monkeypatch.setattr(RoundRunner, "_call", failing)
+    monkeypatch.setattr(RequestEstimates, "call", failing)
     with maskfx.Engine(ranks=2, rounds=Script(1)) as engine:
         with pytest.raises(ZeroDivisionError):
             engine.submit(pipeline(WHOLE), **arguments(WHOLE, 1)).result(60)

@@ -38,6 +38,7 @@ COEFFICIENTS = (
     "per_record_site", "per_reuse_site", "per_pair",
 )  # fmt: skip
 EVERY = 8  # observations between two fits; a fit takes about a millisecond
+DRIFT = 0.02  # change of the machine's speed from which it counts between two fits
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Times = Annotated[float, msgspec.Meta(ge=1)]
@@ -196,6 +197,11 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ) from error
 
 
+def coefficients_of(found: Composition) -> dict[str, float]:
+    """Return the fields of `FittedCosts` that have the seconds of a composition's figures."""
+    return dict(zip(COEFFICIENTS, found, strict=True))
+
+
 # Initial guess without measurements. Most of a step is assumed to be shared, so that batches are
 # tried and their gain is observed: requests that only run alone give no data on it. All costs are
 # assumed to be low, because requests dropped as late yield no observations.
@@ -251,15 +257,30 @@ class LearnedCosts:
     def _learn(self) -> None:
         self._observed += 1
         if self._observed % EVERY:
+            self._follow()
             return
-        found: dict[str, float | None] = dict(zip(COEFFICIENTS, self._steps.fit(), strict=True))
-        (found["around_base"], found["around_per_site"]), _ = self._around.fit()
+        found = coefficients_of(self._steps.fit())
+        around, _ = self._around.fit()
         (per_byte,), _ = self._load.fit()
-        found["load_bandwidth"] = 1 / per_byte if per_byte > 0 else None
-        values = {k: v if v is None else float(v) for k, v in found.items()}
-        r2 = self.now.r2 if self._steps.r2 is None else self._steps.r2
-        self.now = msgspec.structs.replace(self.now, **values, r2=r2, origin="learnt while serving")
+        self.now = msgspec.structs.replace(
+            self.now,
+            **found,
+            around_base=float(around[0]),
+            around_per_site=float(around[1]),
+            load_bandwidth=1 / float(per_byte) if per_byte > 0 else None,
+            r2=self.now.r2 if self._steps.r2 is None else self._steps.r2,
+            origin="learnt while serving",
+        )
         self.version += 1
+
+    def _follow(self) -> None:
+        """Use the speed of the latest steps, between two fits."""
+        if self._observed < EVERY:
+            return
+        latest, used = self._steps.now(), self.now.coefficients
+        if abs(sum(latest) - sum(used)) > DRIFT * sum(used):
+            self.now = msgspec.structs.replace(self.now, **coefficients_of(latest))
+            self.version += 1
 
     # Predictions.
 

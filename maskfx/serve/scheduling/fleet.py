@@ -37,6 +37,7 @@ class Fleet(Sequence[Worker]):
         self.compute, self.load, self.sites = (np.zeros((count, seats)) for _ in range(3))
         self.left, self.wholes = np.zeros((count, seats)), np.zeros((count, seats))
         self.due = np.full((count, seats), inf)
+        self.steps, self.around = np.zeros((count, seats)), np.zeros((count, seats))
         self.free = np.array([w.slots for w in self.workers], np.intp)
         self.running = np.zeros(count, np.intp)
         self.warm: dict[str, dict[int, TemplateTier]] = {}
@@ -121,6 +122,8 @@ class Fleet(Sequence[Worker]):
         self.sites[row, seat] = demand.work.sites * demand.work.branches
         self.left[row, seat], self.due[row, seat] = running.left, demand.due
         self.wholes[row, seat] = demand.work.whole
+        self.steps[row, seat] = demand.work.steps
+        self.around[row, seat] = self.costs.around(demand.work)
         self.free[row] -= 1
         self.running[row] += 1
         self.held[demand.user] = self.held.get(demand.user, 0) + 1
@@ -129,7 +132,8 @@ class Fleet(Sequence[Worker]):
     def unseat(self, row: int, demand: Demand) -> None:
         seat = self._ids[row].index(demand.id)
         self._ids[row][seat] = None
-        for figure in (self.compute, self.load, self.sites, self.left, self.wholes):
+        figures = (self.compute, self.load, self.sites, self.left, self.wholes)
+        for figure in (*figures, self.steps, self.around):
             figure[row, seat] = 0.0
         self.due[row, seat] = inf
         self.free[row] += 1
@@ -146,6 +150,7 @@ class Fleet(Sequence[Worker]):
                 seat = self._ids[row].index(running.demand.id)
                 part = self.costs.part(running.demand.work)
                 self.compute[row, seat], self.load[row, seat] = part
+                self.around[row, seat] = self.costs.around(running.demand.work)
 
     def nearest(self, template: str | None) -> TemplateTier:
         """Return the cheapest tier in which any worker has the template."""
@@ -250,15 +255,25 @@ class Forecast:
         gain = (self.before + self.alone) / self.after
         return np.where(self.fleet.running[self.rows] > 0, gain, inf)
 
+    @property
+    def wait(self) -> Floats:
+        """Seconds until a request can join at the latest: the step that a worker makes now."""
+        return np.where(self.fleet.running[self.rows] > 0, self.before, 0.0)
+
     def breaks(self, now: float) -> NDArray[np.bool_]:
-        """Return a mask of the workers where a request in flight would newly miss its deadline."""
+        """Return a mask of the workers where a request in flight could newly miss its deadline.
+
+        It may still be prepared, if it made no step yet, and then wait for the step under way; and
+        its picture is decoded afterwards.
+        """
         room = self.fleet.due[self.rows] - now
         if not np.isfinite(room).any():
             return np.zeros(len(self.rows), np.bool_)
         ends = self.ends
-        broken: NDArray[np.bool_] = np.asarray(
-            ((ends <= room) & (ends + self.delays > room)).any(1)
-        )
+        unmoved = (self.left > 0) & (self.left >= self.fleet.steps[self.rows])
+        latest = ends + self.delays + self.fleet.around[self.rows]
+        latest += np.where(unmoved, self.wait[:, None], 0.0)
+        broken: NDArray[np.bool_] = np.asarray(((ends <= room) & (latest > room)).any(1))
         return broken
 
 

@@ -21,6 +21,7 @@ from maskfx.serve.scheduling.load import Decision, Demand, Running, Scheduler, T
 from maskfx.serve.scheduling.router import Router, candidates, choose, make_router
 
 REFUSALS = 16  # in one decision; further requests would overtake too many refused ones
+BESIDE = 4  # members of a batch that share its fixed seconds, where requests are in a queue
 PROBE = 60.0  # seconds without a start, after which one request is tried although predicted late
 
 
@@ -72,6 +73,10 @@ class SlackScheduler:
       after / (before + alone). There a smaller value is a larger gain, which contradicts the
       paper's "add if it is larger than a threshold"; so its reciprocal is compared here.
 
+    Where the requests can't all be in time, by their deadlines and the workers' seconds, the
+    shorter one goes first, and of equal ones the one with more slack: those with the least allow no
+    others beside them, so that batches would be small for as long as the queue lasts.
+
     Beyond the paper: several workers, of which the router chooses among those that fit; a refused
     request doesn't block those behind it, up to `REFUSALS`; and fairness between users. So requests
     wait here, not in batches that gain nothing from them, and an idle worker always gets one.
@@ -114,11 +119,13 @@ class SlackScheduler:
         gone = {d.id for d in drops}
         with TrialStart(fleet) as trial:
             unit = self._usual(waiting) if trial.room else 0.0
+            left = [demand for demand in waiting if demand.id not in gone]
+            usual = self._crowd(now, left, fleet) if trial.room else None
             while trial.room:  # a start may let a request gain that was refused before it
                 queue = Queue(trial.fleet.held, self.share)
                 for demand in waiting:
                     if demand.id not in gone:
-                        queue.add(self._slack(demand, now, unit), demand)
+                        queue.add(self._urgency(demand, now, unit, usual), demand)
                 started = self._start(now, queue, trial)
                 if not started:
                     break
@@ -155,6 +162,30 @@ class SlackScheduler:
         waited = (now - demand.arrived - self.shorter * alone) / unit
         return max(self.patience - waited, 1e-9)  # 0 would mean that it has waited long enough
 
+    def _crowd(self, now: float, waiting: Sequence[Demand], fleet: Fleet) -> float | None:
+        """Return the mean seconds alone of requests that can't all be in time; None if they can.
+
+        The work until each deadline is compared with what the workers do until then, as if each
+        step had `BESIDE` members.
+        """
+        costs, shared = self.costs, (self.costs.base + self.costs.per_size) / BESIDE
+        due = sorted((d for d in waiting if d.due < inf), key=lambda d: d.due)
+        work = float((fleet.left * (fleet.compute + shared * (fleet.left > 0))).sum())
+        crowded = False
+        for demand in due:
+            own = costs.part(demand.work).compute + shared
+            work += demand.work.steps * own
+            crowded |= work > len(fleet) * (demand.due - now - costs.around(demand.work))
+        alone = [self._alone.seconds(demand) for demand in due]
+        return max(sum(alone) / len(alone), 1e-9) if crowded else None
+
+    def _urgency(self, demand: Demand, now: float, unit: float, usual: float | None) -> float:
+        """Return a request's place in the queue; `usual` is the mean time alone in a crowd."""
+        slack = self._slack(demand, now, unit)
+        if usual is None or demand.due == inf:
+            return slack
+        return self._alone.seconds(demand) / usual - slack / 1000
+
     def _place(self, now: float, slack: float, demand: Demand, fleet: Fleet) -> int | None:
         """Return the row of the best worker on which the request may start; None if none fits."""
         rows = candidates(self.router, demand.work, fleet)
@@ -173,7 +204,7 @@ class SlackScheduler:
     def _fits(self, now: float, demand: Demand, forecast: Forecast) -> NDArray[np.bool_]:
         fits: NDArray[np.bool_] = forecast.gain >= self.gain
         if demand.due < inf:
-            fits &= now + forecast.own <= demand.due
+            fits &= now + forecast.own + forecast.wait <= demand.due
         if fits.any():
             fits &= ~forecast.breaks(now)
         return fits

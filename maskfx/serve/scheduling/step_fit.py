@@ -11,8 +11,8 @@ from maskfx.runtime.planner.least_squares import Floats
 from maskfx.serve.scheduling.composition import Composition
 from maskfx.serve.scheduling.regression import ObservationWindow
 
-LATEST = 16  # steps from which the machine's present speed is estimated
-TRUST = 4.0  # steps at the fitted speed that are added to them
+LATEST = 8  # steps from which the machine's present speed is estimated
+TRUST = 2.0  # steps at the fitted speed that are added to them
 
 
 class StepFit:
@@ -28,6 +28,7 @@ class StepFit:
 
     def __init__(self, start: Composition, window: int = 256) -> None:
         self._window = ObservationWindow(start, window, relative=True)
+        self._found = np.asarray(start, np.float64)  # the coefficients of the last fit
         self.r2: float | None = None  # of the last fit; None until there are enough steps
 
     def add(self, composition: Composition, seconds: float) -> None:
@@ -35,10 +36,13 @@ class StepFit:
 
     def fit(self, *, drift: bool = True) -> Composition:
         """Return the coefficients of the window; with `drift`, at the speed of its latest steps."""
-        found, r2 = self._window.fit()
+        self._found, r2 = self._window.fit()
         self.r2 = self.r2 if r2 is None else r2
-        speed = self._drift(found) if drift else 1.0
-        return Composition(*(found * speed).tolist())
+        return self.now() if drift else Composition(*self._found.tolist())
+
+    def now(self) -> Composition:
+        """Return the coefficients of the last fit, at the speed of the latest steps."""
+        return Composition(*(self._found * self._drift(self._found)).tolist())
 
     def _drift(self, found: Floats) -> float:
         """Return how many times longer the latest steps took than the coefficients say."""

@@ -232,3 +232,15 @@ def test_seconds_of_one_step_are_those_of_arrays(
     )  # fmt: skip
     arrays = costs.joint(np.array([compute]), np.array([load]))
     assert costs.joint_seconds(compute, load) == arrays[0]
+
+
+def test_a_change_of_speed_counts_between_two_fits() -> None:
+    """The eighth step is fitted; the next ones take three times as long."""
+    costs, work = LearnedCosts(START), Work(400, 4096, 20)
+    for _ in range(8):
+        costs.observe(Stepped(1.0, members_of([work])))
+    before, version = costs.step([work]), costs.version
+    for _ in range(7):
+        costs.observe(Stepped(3.0, members_of([work])))
+    assert costs.version > version
+    assert costs.step([work]) > 2 * before

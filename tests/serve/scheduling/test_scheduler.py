@@ -229,3 +229,38 @@ def test_costs_that_are_believed_too_high_are_tried_again_some_time(name: str) -
 def test_an_unknown_scheduler_is_refused() -> None:
     with pytest.raises(InputError, match="slack, fcfs"):
         make_scheduler("edf", "cost", COSTS)
+
+
+def test_in_a_crowd_the_shorter_goes_first_and_of_equals_the_one_with_more_slack() -> None:
+    scheduler = SlackScheduler(COSTS, make_router("cost"))
+    short = Work(sites=400, whole=4096, steps=10)
+    crowd = [Demand(f"c{n}", EDIT, 0.0, 4 * SOLO) for n in range(20)]
+    tight, loose = (Demand(f"{due}", short, 0.0, due * SOLO) for due in (1.1, 4.0))
+    busy = Worker("w", 2, [Running(Demand("r", short, 0.0), 5)])
+    found = scheduler.decide(0.0, [*crowd, tight, loose], [busy])
+    assert [demand.id for demand, _ in found.starts] == [loose.id]
+    long = Demand("long", EDIT, 0.0, 1.5 * SOLO)
+    few = scheduler.decide(0.0, [loose, long], [Worker("w", 1)])
+    assert [demand.id for demand, _ in few.starts] == [long.id], "no crowd: the least slack first"
+
+
+@pytest.mark.parametrize(("made", "starts"), [(0, 0), (1, 1)])
+def test_the_preparation_of_one_without_a_step_counts(made: int, starts: int) -> None:
+    """It begins after the step under way; the room is enough for one that steps already."""
+    other, steps = Demand("n", EDIT, 0.0), EDIT.steps
+    together = COSTS.step([EDIT, EDIT])
+    due = (steps - made) * together + COSTS.around(EDIT) + together / 2
+    worker = Worker("w", 2, [Running(Demand("r", EDIT, 0.0, due), steps - made)])
+    found = SlackScheduler(COSTS, make_router("cost")).decide(0.0, [other], [worker])
+    assert len(found.starts) == starts
+
+
+def test_a_request_waits_for_the_step_under_way() -> None:
+    running = Running(Demand("r", EDIT, 0.0), EDIT.steps)
+    own = COSTS.around(EDIT) + EDIT.steps * COSTS.step([EDIT, EDIT])
+    step = COSTS.step([EDIT])
+    for room, starts in ((step / 2, 0), (1.1 * step, 1)):
+        found = SlackScheduler(COSTS, make_router("cost")).decide(
+            0.0, [Demand("n", EDIT, 0.0, own + room)], [Worker("w", 2, [running])]
+        )
+        assert len(found.starts) == starts
