@@ -17,7 +17,7 @@ from maskfx.pipelines.batches import mask_shape_of, picture_of, repeats_each
 from maskfx.pipelines.call_handler import CallPart
 from maskfx.pipelines.call_policy import CallKind, CallPosition, EditPolicy
 from maskfx.pipelines.latent_blend import LatentBlend
-from maskfx.pipelines.mask_grids import MaskGrids
+from maskfx.pipelines.mask_grids import MaskGrids, picture_part
 from maskfx.pipelines.masks import Box, frame_mask
 from maskfx.pipelines.patch_handler import PatchSessions
 from maskfx.pipelines.quality import Quality
@@ -98,7 +98,8 @@ class EditHandler:
         if video.frames is not None:
             video = replace(video, frames=framed(video.frames, box, size))
         mask = frame_mask(self.mask, box, size)
-        grids = MaskGrids(mask, self.quality.margin, first_tensor(outputs), video)
+        part = picture_part(outputs)
+        grids = MaskGrids(mask, self.quality.margin, first_tensor(outputs), video, part)
         if repeats_each(outputs, self.row):
             self.row = 1
         self._grids = grids

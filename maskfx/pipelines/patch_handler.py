@@ -19,7 +19,7 @@ from maskfx.ir.objects import open_objects
 from maskfx.pipelines.batches import mask_shape_of, picture_of
 from maskfx.pipelines.call_handler import CallPart, DenseHandler
 from maskfx.pipelines.call_policy import CallPosition
-from maskfx.pipelines.mask_grids import MaskGrids
+from maskfx.pipelines.mask_grids import MaskGrids, picture_part
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.template_library import TemplateIncomplete
@@ -163,7 +163,7 @@ class PatchHandler(DenseHandler):
         latents = next((value for value in outputs if isinstance(value, Tensor)), None)
         if height and width:
             self._grids = MaskGrids(torch.ones(int(height), int(width), dtype=torch.bool))
-            self._grids.latents = latents
+            self._grids.latents, self._grids.part = latents, picture_part(outputs)
         return outputs
 
     def choose(self, part: CallPart) -> AnyStep | PatchDecision:  # type: ignore[override]
