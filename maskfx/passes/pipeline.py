@@ -17,7 +17,9 @@ from maskfx.passes.canonicalize.einsum import canonicalize_einsum
 from maskfx.passes.canonicalize.joins import canonicalize_joins
 from maskfx.passes.canonicalize.narrows import canonicalize_narrows
 from maskfx.passes.canonicalize.norms import canonicalize_norms
+from maskfx.passes.canonicalize.pads import canonicalize_pads
 from maskfx.passes.canonicalize.pairs import canonicalize_pairs
+from maskfx.passes.canonicalize.parts import canonicalize_parts
 from maskfx.passes.canonicalize.permutes import canonicalize_permutes
 from maskfx.passes.canonicalize.pools import canonicalize_pools
 from maskfx.passes.canonicalize.repeats import canonicalize_repeats
@@ -98,6 +100,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(canonicalize_joins, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_narrows, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_norms, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_pads, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_permutes, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_pools, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_repeats, needs=_facts(Fact.FLAT)),
@@ -107,6 +110,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(canonicalize_selects, needs=_facts(Fact.FLAT)),
     Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),
     Pass(canonicalize_rolls, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
+    Pass(canonicalize_parts, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_softmax, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_weights, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_attention, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),

@@ -484,6 +484,32 @@ def test_names_places_and_layers_of_torch_leave_sizes_free() -> None:
     assert near(found.module(sample=other), module(other))
 
 
+class Placed(nn.Module):
+    """Positions on a scale that depends on the sizes, written through `Tensor.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(5, 4, 1)
+
+    def forward(self, sample: Tensor) -> Tensor:
+        b, _, h, w = sample.shape
+        scale = (100 / (h * w)) ** 0.5
+        y, x = torch.linspace(-h * scale, h * scale, h + 1), torch.linspace(0, w * scale, w)
+        places = sample.new_zeros(1, 1, h, w, requires_grad=False)
+        places.data[:, 0].copy_(y[1:, None] * x)
+        return self.layer(torch.cat([sample, places.expand(b, 1, h, w)], 1))
+
+
+def test_tables_of_scaled_positions_leave_sizes_free() -> None:
+    module = Placed().eval().requires_grad_(False)
+    found = capture(module, {"sample": numbers(2, 4, 8, 12, seed=0)})
+    assert found.module is not None, found.notes
+    assert found.notes == []
+    assert not any(isinstance(size, int) for size in found.symbols.values())
+    other = numbers(1, 4, 6, 10, seed=1)
+    assert near(found.module(sample=other), module(other))
+
+
 # Several threads
 
 

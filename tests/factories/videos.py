@@ -259,6 +259,11 @@ def add_videos() -> None:
         {**HUNYUAN, "pooled_projection_dim": POOLED},
     )
     add_video(
+        "HunyuanVideoTransformer3DModel-replace",
+        partial(masked, pooled_text=True, guidance=True),
+        {**HUNYUAN, "pooled_projection_dim": POOLED, "image_condition_type": "token_replace"},
+    )
+    add_video(
         "HunyuanVideo15Transformer3DModel",
         hunyuan15_inputs,
         {**only(HUNYUAN, "num_single_layers"), "text_embed_2_dim": 12, "image_embed_dim": 10},

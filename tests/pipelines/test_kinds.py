@@ -40,8 +40,6 @@ KINDS = [
 DENSE = {  # a denoiser of theirs runs dense: docs/pipelines.md
     "Flux2KleinKVPipeline",
     "GlmImagePipeline",
-    "JoyImageEditPipeline",
-    "JoyImageEditPlusPipeline",
     "KandinskyV22Img2ImgCombinedPipeline",
     "KandinskyV22InpaintCombinedPipeline",
     "StableDiffusion3PAGImg2ImgPipeline",

@@ -18,7 +18,7 @@ from maskfx.pipelines.digests import digest
 from maskfx.pipelines.handlers.call_handler import DenseHandler
 from maskfx.pipelines.handlers.edit_handler import EditHandler
 from maskfx.pipelines.handlers.template_reader import TemplateReader
-from maskfx.pipelines.masks.mask_grids import MaskGrids
+from maskfx.pipelines.masks.mask_grids import MaskGrids, picture_part
 from maskfx.pipelines.masks.masks import (
     alpha_of,
     as_numbers,
@@ -189,6 +189,26 @@ def test_references_are_told_from_latents_by_their_numbers():
     every = whole.of_input((100,), torch.cat([latents, references], 1))
     assert every is not None
     assert every.all()
+
+
+def test_a_mask_beside_latents_tells_the_tokens_of_the_picture():
+    pixels = torch.zeros(32, 32, dtype=torch.bool)
+    pixels[:4] = True
+    latents = torch.randn(2, 100, 4, 1, 2, 2)  # patches of a reference, and 8x8 of the picture
+    own = (torch.arange(100) >= 36).expand(2, -1)
+    sites = MaskGrids(pixels, 0, latents, part=picture_part([latents, own, [(1, 8, 8)]]))
+    found, over = sites.of_input((100,), latents), sites.of_latents(latents)
+    assert found is not None
+    assert over is not None
+    assert found.nonzero().flatten().tolist() == list(range(36, 44))
+    assert over.shape == (100, 1, 1, 1, 1)
+    assert torch.equal(over.flatten(), found)
+    more = sites.of_input((110,), torch.cat([torch.randn(2, 10, 4, 1, 2, 2), latents], 1))
+    assert more is not None
+    assert more.nonzero().flatten().tolist() == list(range(46, 54))
+    assert picture_part([latents, torch.arange(100).expand(2, -1) % 2 > 0]) is None, "no run"
+    assert picture_part([latents, torch.stack([own[0], own[0].flip(0)])]) is None, "they differ"
+    assert picture_part([torch.randn(2, 4, 8, 8), own]) is None, "latents of rows and columns"
 
 
 def test_latents_beside_a_reference_are_found_in_a_wider_picture():

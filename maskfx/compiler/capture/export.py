@@ -25,16 +25,12 @@ from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from maskfx.compiler.capture.branches import (
-    PlainRun,
-    Unexportable,
-    full_run,
-    going_by,
-    plain_run,
-)
+from maskfx.compiler.capture.branches import PlainRun, Unexportable, full_run, going_by, plain_run
+from maskfx.compiler.capture.data_attributes import DataAttributes
 from maskfx.compiler.capture.keyword_names import allow_keyword_names
 from maskfx.compiler.capture.known_numbers import KnownNumbers
 from maskfx.compiler.capture.lengths import is_count
+from maskfx.compiler.capture.packings import Packings
 from maskfx.compiler.capture.roles import EACH_FRAME, Argument
 from maskfx.compiler.capture.selections import Selections
 from maskfx.errors import CaptureError
@@ -45,6 +41,7 @@ from maskfx.ir.values import has_meta
 
 allow_keyword_names()
 
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 READ = 64  # the largest tensor that a forward may list during a capture, in numbers
 
 
@@ -125,7 +122,7 @@ def symbolic_linspace(make: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
     @functools.wraps(make)
     def wrapped(start: Any, end: Any, steps: object, **named: Any) -> torch.Tensor:
-        numbers = isinstance(start, int | float) and isinstance(end, int | float)
+        numbers = isinstance(start, NUMBERS) and isinstance(end, NUMBERS)
         if not isinstance(steps, torch.SymInt) or not numbers or named.get("out") is not None:
             return make(start, end, steps, **named)
         named = {"dtype": torch.get_default_dtype(), **{k: v for k, v in named.items() if v}}
@@ -252,6 +249,8 @@ def export(
         few_numbers(),
         Selections(),
         KnownNumbers(),
+        DataAttributes(),
+        Packings(),
         written_out_attention(),
         equal_sizes(module, leaves),
     ):

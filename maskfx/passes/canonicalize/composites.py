@@ -138,16 +138,42 @@ def from_weights(node: fx.Node) -> bool:
 
 
 def index(spell: Speller, node: fx.Node) -> fx.Node | None:
-    """Rewrite an index along one dimension behind the first."""
+    """Rewrite an index along one dimension behind the first, or one of a table's rows."""
     indices = list(argument(node, 1, "indices"))
     given = [axis for axis, one in enumerate(indices) if one is not None]
-    if len(given) != 1 or given == [0]:
+    if given == [0]:
+        return looked_up(spell, node.args[0], indices[0])
+    if len(given) != 1:
         return None
     [axis] = given
     numbers = node_value(indices[axis])
     if numbers.dim() != 1 or numbers.dtype not in (torch.int64, torch.int32):
         return None
     return spell.emit(aten.index_select.default, node.args[0], axis, indices[axis])
+
+
+def looked_up(spell: Speller, table: object, numbers: fx.Node) -> fx.Node | None:
+    """Return the rows of a matrix of weights that numbers of a call choose."""
+    if not isinstance(table, fx.Node) or not from_weights(table):
+        return None
+    if not any(one.op == "placeholder" for one in ancestors([numbers], sizes=False)):
+        return None  # places that follow from sizes
+    rows, value = node_value(table), node_value(numbers)
+    whole = value.dtype in (torch.int64, torch.int32)
+    if rows.dim() != 2 or not whole or not rows.is_floating_point():
+        return None
+    places = spell.emit(aten.remainder.Scalar, numbers, rows.shape[0])  # -1 is the last row
+    return spell.emit(aten.embedding.default, table, places)
+
+
+def one_hot(spell: Speller, node: fx.Node) -> fx.Node | None:
+    classes = argument(node, 1, "num_classes", -1)
+    if not isinstance(classes, int) or classes < 1:
+        return None
+    device = node_value(node).device
+    numbers = spell.emit(aten.arange.default, classes, device=device, pin_memory=False)
+    same = spell.emit(aten.eq.Tensor, spell.emit(aten.unsqueeze.default, node.args[0], -1), numbers)
+    return spell.emit(aten._to_copy.default, same, dtype=torch.int64)
 
 
 def sort(spell: Speller, node: fx.Node) -> fx.Node | None:
@@ -189,6 +215,7 @@ REWRITES: dict[str, Rewrite] = {
     "matmul": by_vector,
     "mm": mm,
     "mv": by_vector,
+    "one_hot": one_hot,
     "prelu": prelu,
     "rrelu": rrelu,
     "sort": sort,

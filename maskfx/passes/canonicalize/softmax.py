@@ -9,6 +9,7 @@ from torch import fx
 
 from maskfx.ir.lanes import shape_hint
 from maskfx.passes.context import PassContext, argument, aten, node_at, node_value, op_name
+from maskfx.passes.operators import SITE_SOFTMAXES
 from maskfx.passes.spelling import Speller
 
 PRODUCTS = frozenset({"matmul", "bmm"})
@@ -21,10 +22,17 @@ def canonicalize_softmax(graph: fx.Graph, ctx: PassContext) -> int:
     After   y = softmax(x, -1)                  (what is subtracted from all doesn't count)
     and     e = exp(x); y = div(matmul(e, v), sum(e, -1, True))
     becomes y = matmul(softmax(x, -1), v)
+    and     y = softmax(sub(x, amax(x, -1, True)), -1)
+    becomes y = softmax(x, -1)
     Keeps   sums that something is added to, and those over several axes.
     """
     count = 0
     for node in list(graph.nodes):
+        if op_name(node) in SITE_SOFTMAXES:
+            scores = scores_of(node, int(argument(node, 1, "dim")) % rank_of(node))
+            count += scores is not node.args[0]
+            node.args = (scores, *node.args[1:])
+            continue
         if op_name(node) != "div" or len(node.args) != 2 or node.kwargs:
             continue
         value, total = node.args
@@ -61,9 +69,9 @@ def summed(total: object) -> tuple[fx.Node, int] | None:
     return exponentials, dims[0] % rank_of(exponentials)
 
 
-def scores_of(exponentials: fx.Node, axis: int) -> Any:
+def scores_of(node: fx.Node, axis: int) -> Any:
     """Return what is exponentiated, before the same number is subtracted along the axis."""
-    scores: Any = exponentials.args[0]
+    scores: Any = node.args[0]
     if op_name(scores) != "sub" or len(scores.args) != 2 or scores.kwargs:
         return scores
     value, least = scores.args
@@ -71,5 +79,7 @@ def scores_of(exponentials: fx.Node, axis: int) -> Any:
         return scores
     rank, shape = rank_of(scores), shape_hint(node_value(least))
     shared = [*[1] * (rank - len(shape)), *shape][axis] == 1
+    if not isinstance(value, fx.Node) or node_value(value).dtype != node_value(scores).dtype:
+        return scores
     same = shape_hint(node_value(value)) == shape_hint(node_value(scores))
     return value if shared and same else scores

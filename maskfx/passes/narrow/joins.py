@@ -241,4 +241,6 @@ def pad(edit: Editor, node: fx.Node) -> None:
         out += pads[at : at + 2] if at < len(pads) else [0, 0]
     if any(p for i, p in enumerate(pads) if (len(lane.dims) - 1 - i // 2) not in lane.row_dims()):
         raise Unsupported(node, "it pads an axis of size one")
-    edit.replace(edit.emit(aten.constant_pad_nd.default, rows, out, value or 0))
+    padded = edit.emit(aten.constant_pad_nd.default, rows, out, value or 0)
+    gone = [lane.row_dim(dim) for dim in lane.row_dims() if node_shape(node)[dim] == 1]
+    edit.replace(edit.emit(aten.squeeze.dims, padded, gone) if gone else padded)

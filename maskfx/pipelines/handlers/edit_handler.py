@@ -18,7 +18,7 @@ from maskfx.pipelines.handlers.call_handler import CallPart
 from maskfx.pipelines.handlers.latent_blend import LatentBlend
 from maskfx.pipelines.handlers.patch_handler import PatchSessions
 from maskfx.pipelines.handlers.template_reader import TemplateReader
-from maskfx.pipelines.masks.mask_grids import MaskGrids
+from maskfx.pipelines.masks.mask_grids import MaskGrids, picture_part
 from maskfx.pipelines.masks.masks import Box, frame_mask
 from maskfx.pipelines.masks.videos import VideoMask
 from maskfx.pipelines.quality import Quality
@@ -98,7 +98,8 @@ class EditHandler:
         if video.frames is not None:
             video = replace(video, frames=framed(video.frames, box, size))
         mask = frame_mask(self.mask, box, size)
-        grids = MaskGrids(mask, self.quality.margin, first_tensor(outputs), video)
+        part = picture_part(outputs)
+        grids = MaskGrids(mask, self.quality.margin, first_tensor(outputs), video, part)
         if repeats_each(outputs, self.row):
             self.row = 1
         self._grids = grids

@@ -18,7 +18,7 @@ from maskfx.errors import CacheError
 from maskfx.ir.objects import open_objects
 from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.handlers.call_handler import CallPart, DenseHandler
-from maskfx.pipelines.masks.mask_grids import MaskGrids
+from maskfx.pipelines.masks.mask_grids import MaskGrids, picture_part
 from maskfx.pipelines.masks.masks import Box
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.templates.batches import mask_shape_of, picture_of
@@ -163,7 +163,7 @@ class PatchHandler(DenseHandler):
         latents = next((value for value in outputs if isinstance(value, Tensor)), None)
         if height and width:
             self._grids = MaskGrids(torch.ones(int(height), int(width), dtype=torch.bool))
-            self._grids.latents = latents
+            self._grids.latents, self._grids.part = latents, picture_part(outputs)
         return outputs
 
     def choose(self, part: CallPart) -> AnyStep | PatchDecision:  # type: ignore[override]

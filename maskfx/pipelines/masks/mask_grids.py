@@ -17,15 +17,17 @@ from maskfx.runtime.hardware.devices import moved
 class MaskGrids:
     """One run's mask at every size that it occurs in.
 
-    Latents are (…, height, width), (…, height, width, channels), or (batch, tokens, channels) in
-    rows. A denoiser may receive references besides the latents, as more tokens or as a wider or
-    higher picture; the latents' sites are found by their values.
+    Latents are (…, height, width), (…, height, width, channels), or tokens in rows: (batch, tokens,
+    channels) or (batch, tokens, channels, …) of patches. A denoiser may receive references besides
+    the latents, as more tokens or as a wider or higher picture; the latents' sites are found by
+    their values. Tokens of references may also be among the latents.
     """
 
     pixels: Tensor  # mask of the image or crop that the pipeline works on
     margin: int = 0
     latents: Tensor | None = None  # initial latents of the run
     video: VideoMask = field(default_factory=VideoMask)
+    part: slice | None = None  # the picture's among the latents' tokens; None for all
     _grids: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     _over: dict[tuple[tuple[int, ...], torch.device], Tensor | None] = field(default_factory=dict)
 
@@ -43,9 +45,14 @@ class MaskGrids:
         return self._over[key]
 
     def _of_shape(self, shape: Sequence[int]) -> Tensor | None:
-        if len(shape) == 3:
-            grid = self._packed_grid(shape[1])
-            return None if grid is None else self.frames(*grid).flatten()[:, None]
+        if in_tokens(shape):
+            own = self._part(shape[1])
+            grid = self._packed_grid(own.stop - own.start)
+            if grid is None:
+                return None
+            mask = torch.zeros(shape[1], dtype=torch.bool)
+            mask[own] = self.frames(*grid).flatten()
+            return mask.view(-1, *[1] * (len(shape) - 2))
         if len(shape) not in (4, 5, 6):
             return None
         last, before = tuple(shape[-2:]), tuple(shape[-3:-1])
@@ -161,13 +168,18 @@ class MaskGrids:
         return (count * rows, columns), first
 
     def _layout(self, shape: Sequence[int], tokens: Tensor | None) -> tuple[Grid, int] | None:
-        packed = self.latents is not None and self.latents.dim() == 3
+        packed = self.latents is not None and in_tokens(self.latents.shape)
         own = self.latents.shape[1] if self.latents is not None and packed else shape[0]
-        grid = self._packed_grid(own)
+        part = self._part(own) if packed else slice(0, own)
+        grid = self._packed_grid(part.stop - part.start)
         if grid is None or own > shape[0]:
             return None
         first = 0 if own == shape[0] else self._where(tokens)
-        return None if first is None else (grid, first)
+        return None if first is None else (grid, first + part.start)
+
+    def _part(self, tokens: int) -> slice:
+        """Return which of the latents' tokens are the picture's."""
+        return self.part or slice(0, tokens)
 
     def grid(self, size: tuple[int, ...]) -> Tensor:
         """Return the mask at a latent's size: sites with any masked pixel, grown by the margin."""
@@ -180,7 +192,7 @@ class MaskGrids:
         """Return frames, rows and columns that the latents' tokens form; None if unknown."""
         if self.latents is None:
             return None
-        if self.latents.dim() == 3:
+        if in_tokens(self.latents.shape):
             height, width = self.pixels.shape
             if self.video.length > 1:
                 return video_grid_of(tokens, height, width, self.video.length)
@@ -197,14 +209,38 @@ class MaskGrids:
     def _where(self, tokens: Tensor | None) -> int | None:
         """Return the index of the latents' first token among more tokens; None if not found."""
         own = self.latents
-        if own is None or tokens is None or tokens.dim() != 3 or tokens.shape[2] < own.shape[2]:
+        if own is None or tokens is None or tokens.dim() != own.dim():
             return None
-        count, width = own.shape[1:]
+        count, width = own.shape[1:3]
         for first in (0, tokens.shape[1] - count):
             part = tokens[:1, first : first + count, :width]
             if torch.equal(part, own[:1].to(part)):
                 return first
         return None
+
+
+def in_tokens(shape: Sequence[int]) -> bool:
+    """Return True for latents whose tokens follow each other, as vectors or as patches."""
+    return len(shape) == 3 or (len(shape) == 6 and shape[1] > shape[4] * shape[5])
+
+
+def picture_part(outputs: Sequence[object]) -> slice | None:
+    """Return which tokens of latents are the picture's, by a mask beside them; None for all.
+
+    The mask has a truth value for each token of each sample, and all samples have the same ones.
+    """
+    latents = next((value for value in outputs if isinstance(value, Tensor)), None)
+    if latents is None or not in_tokens(latents.shape):
+        return None
+    for value in outputs:
+        if not isinstance(value, Tensor) or value.dtype != torch.bool:
+            continue
+        if value.shape != latents.shape[:2] or not torch.equal(value, value[:1].expand_as(value)):
+            continue
+        own = value[0].nonzero().flatten().tolist()
+        if own and own[-1] - own[0] + 1 == len(own):
+            return slice(own[0], own[-1] + 1)
+    return None
 
 
 def is_flat(latents: Tensor) -> bool:

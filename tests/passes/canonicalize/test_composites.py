@@ -46,6 +46,9 @@ CASES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "addmm": ("addmm", lambda x: by_matrix(x, lambda rows: torch.addmm(SLOPES, rows, MATRIX))),
     "picked": ("index", lambda x: x[:, [3, 1, 0, 0]]),
     "one picked": ("index", lambda x: x * x[:, [2]]),
+    "looked up": ("index", lambda x: x + MATRIX[x.argmax(1)].movedim(-1, 1)),
+    "looked up from behind": ("index", lambda x: x + MATRIX[x.argmax(1) - 4].movedim(-1, 1)),
+    "hot": ("one_hot", lambda x: x + F.one_hot(x.argmax(1), 4).movedim(-1, 1)),
     "sorted": ("sort", lambda x: x.sort(1, descending=True).values + x.sort(1).indices),
     "order": ("argsort", lambda x: x.mT.movedim(1, -1).argsort().movedim(-1, 1).mT + x),
 }

@@ -132,6 +132,21 @@ def test_cuts_through_the_picture_run_in_full() -> None:
     check_values(Halves(), picture, dense=len(run.ctx.dense), oracle=False)
 
 
+class CutToOne(nn.Module):
+    """A pad by less than nothing leaves one feature of two."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        pairs = torch.stack([sample.tanh(), sample.exp()], 4)
+        return sample + F.pad(pairs, (0, -1))[..., 0] * F.pad(pairs, (-1, 0)).sum(-1)
+
+
+def test_pads_that_leave_one_feature() -> None:
+    module = CutToOne()
+    run = run_pass(narrow_joins, module, picture)
+    assert run.gained("constant_pad_nd") == 2
+    check_values(module, picture, oracle=False)  # the twin doesn't follow pads
+
+
 def test_second_run_rewrites_nothing() -> None:
     assert run_pass(narrow_joins, shared(Tokens), joint).second_run_is_idle()
     assert run_pass(narrow_joins, shared(Features), timed).second_run_is_idle()
