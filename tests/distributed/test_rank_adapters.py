@@ -23,7 +23,7 @@ from maskfx.runtime.steps import sent_layers
 from maskfx.runtime.transport.tensor_transport import pack, unpack
 from tests.distributed import tiny
 from tests.distributed.test_ranks import cache_error, error, shares
-from tests.factories.lora import merged, update_of
+from tests.factories.lora import difference_of, merged, update_of
 from tests.factories.masks import MASKS
 from tests.factories.thread_ranks import ThreadRanks
 from tests.factories.zoo import ZOO
@@ -91,6 +91,34 @@ def test_a_mixed_batch(net: Callable[[], nn.Module], ranks: int, kind: str, by_r
     split = ThreadRanks(denoiser.settings, own, by_rank)
     check(denoiser, steps, wanted, split)
     assert split.batches == 1
+
+
+@pytest.mark.parametrize("kinds", [(nn.Linear, nn.Conv2d), (nn.Module,)], ids=["layers", "all"])
+@pytest.mark.parametrize("net", [tiny.Tiny, tiny.Joint])
+def test_full_differences_beside_low_rank_updates(
+    net: Callable[[], nn.Module], kinds: tuple[type[nn.Module], ...]
+) -> None:
+    denoiser = tiny.compiled(net)
+    module = denoiser.module
+    first, second = (difference_of(module, n, share=0.6, kinds=kinds) for n in (5, 6))
+    sets: Sets = [(first,), (), (update_of(module, 4, 1), second)]
+    steps, wanted = mixed(denoiser, sets)
+    own = shares("unequal", 3, len(steps), texts=(True, False))
+    check(denoiser, steps, wanted, ThreadRanks(denoiser.settings, own))
+
+
+def test_a_full_difference_is_sent_to_the_processes() -> None:
+    denoiser = tiny.compiled()
+    group, own = RankGroup(denoiser, 2), (difference_of(denoiser.module, 5),)
+    step = DenseStep(tiny.inputs(1), own)
+    wanted = merged(denoiser.module, own)(**step.inputs)
+    try:
+        for _ in range(2):
+            found = denoiser.step([step], group.on(2, Partition(((1.0, 1.0),))))[0]
+            assert error(found, wanted) < BOUND
+        assert group.computed_here == group.failures == 0
+    finally:
+        group.stop()
 
 
 def odd(number: int, height: int, width: int, batch: int) -> dict[str, Any]:
