@@ -147,5 +147,5 @@ def test_a_layer_without_a_bias() -> None:
     module = Odd().eval()
     change = {"turned": Difference(bias=torch.ones(8))}
     with pytest.raises(InputError, match="is a Linear without a bias"):
-        maskfx.compile(module).check_adapters([WeightedLayers(change, 1.0, "a")])
+        maskfx.compile(module).adapters.check([WeightedLayers(change, 1.0, "a")])
     assert differences_of(module, 1)["turned"].bias is None

@@ -236,12 +236,12 @@ class PipelineRun:
         call = DenoiserCall(self, name, self.step, branch, inputs, steps, times)
         call.shape = shape_key(inputs)
         key = (name, call.shape)
-        silent = silent_key(key, inputs)
-        if silent is not None and self.shapes.get(silent) is not None:
-            return zeros_of(self.shapes[silent], device_of(inputs))
         selection = self.handler.selection
         if self._follows:
             self._follow_function(call)
+        silent = silent_key(key, inputs)
+        if silent is not None and self.shapes.get(silent) is not None:
+            return zeros_of(self.shapes[silent], device_of(inputs))
         if not self._computes(selection, steps):
             guess = self._guess(call)
             if guess is not None:

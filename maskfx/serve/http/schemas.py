@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from maskfx.serve.request import LORAS, NAME, REUSE
+from maskfx.serve.request import LORAS, NAME, NETS, REUSE
 
 MODEL = (
     r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127})?"
@@ -20,6 +20,7 @@ WANTED = {  # what errors say instead of a pattern
     MODEL: "the name of a model, such as NAME or OWNER/NAME, or MODEL:LORA",
     REUSE: "off, judge, or a relative change such as 0.1",
     LORAS: "NAME or NAME:WEIGHT, up to eight of them separated by commas",
+    NETS: "none, or NAME or NAME:SCALE, up to sixteen of them separated by commas",
     SIZE: "WIDTHxHEIGHT, such as 512x512, or auto",
 }
 

@@ -235,7 +235,7 @@ def test_each_controlnet_gets_a_control_image_and_a_scale() -> None:
 
         wrong: list[tuple[str, Any, str]] = [
             ("control_image", asks["control_image"][:1], "given 2 times, in the order of the "),
-            ("control_image", asks["control_image"][0], "model's ControlNets, not 1 times."),
+            ("control_image", asks["control_image"][0], "of the ControlNets, not 1 times."),
             ("control_image", asks["control_image"] * 2, "not 4 times."),
             ("control_image", asks["control_image"] * 9, "at most 16 times, not 18."),
             (scale, [1, 1, 1], "one number, or one per ControlNet, which are 2, not 3 numbers."),

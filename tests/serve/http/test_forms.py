@@ -9,7 +9,7 @@ import pytest
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
 from maskfx.serve.http.forms import forms, takes_of, validated
-from maskfx.serve.http.schemas import JsonSchema, MultipartSchema, schema_of
+from maskfx.serve.http.schemas import JsonSchema, MultipartSchema, schema_of, wanted_of
 from maskfx.serve.request import parameters_of
 
 FORMS = forms(Limits(prompt=9, steps=7, pictures=3, images=2))
@@ -32,6 +32,14 @@ def test_parameters_have_the_names_of_the_request() -> None:
     sent = {"prompt": b"hat", "num_inference_steps": b"5", "guidance_scale": b"2", "user": b""}
     form = validated(FORMS.edits, sent)
     assert form.parameters() == {"prompt": "hat", "steps": 5, "guidance": 2.0, "user": ""}
+
+
+def test_a_refusal_states_what_any_field_allows() -> None:
+    for form in (FORMS.edits, FORMS.generations, FORMS.templates, FORMS.adapters):
+        for name, schema in schema_of(form)["properties"].items():
+            assert wanted_of(schema.get("items", schema)), name
+    with pytest.raises(ApiError, match=r"controlnet must be none, or NAME or NAME:SCALE, up to"):
+        validated(FORMS.generations, {"prompt": b"x", "controlnet": b"M-*"})
 
 
 def test_limits_are_in_the_schemas() -> None:
