@@ -60,9 +60,7 @@ QUICK = {
     "ZImageTransformer2DModel": "lists of pictures",
     "WanTransformer3DModel": "videos",
     "Transformer2DModel": "blocks by themselves",
-    "UNet2DModel-noattn": "convolutions",
     "UNet2DConditionModel-sd15": "convolutions and attention",
-    "ControlNetModel": "residuals of each level",
     "SD3ControlNetModel": "residuals of blocks",
 }
 ZOO_CASES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ZOO]
@@ -530,6 +528,7 @@ def test_a_shared_step_of_the_engine_waits_twice_at_most(monkeypatch: pytest.Mon
         assert count.total() <= 2
 
 
+@pytest.mark.slow
 def test_a_served_edit_on_a_device_is_that_of_the_cpu() -> None:
     """The first edit records a template into host memory, whose rows the second one loads."""
     name = KINDS[0]

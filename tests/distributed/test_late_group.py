@@ -207,6 +207,7 @@ def test_texts_that_ranks_share_may_be_late() -> None:
     assert error(got, denoiser.step([other])[0]) > 10 * BOUND, "it reads the last step's text"
 
 
+@pytest.mark.slow
 def test_samples_of_a_call_that_run_one_by_one_keep_rows_of_their_own() -> None:
     denoiser, inputs = ragged.denoiser(), ragged.make([7, 4], 9)
     output, cache = denoiser.record(**inputs)

@@ -269,6 +269,7 @@ def test_a_rank_computes_whole_steps(denoiser: CompiledDenoiser, group: RankGrou
     assert worst(group.on(2, EVEN).run(denoiser, steps[:2]), wanted[:2]) < BOUND
 
 
+@pytest.mark.slow
 def test_samples_of_a_call_that_run_one_by_one() -> None:
     """Edited, recorded and dense, with adapters, and by rows of the request's own last step."""
     denoiser, calls = ragged.denoiser(), [ragged.make([7, 4], 9, seed) for seed in range(3)]

@@ -75,7 +75,12 @@ class Requests:
 )
 @pytest.mark.parametrize(
     ("ranks", "kind", "by_rank"),
-    [(2, "equal", False), (3, "unequal", True), (4, "empty", False), (4, "unequal", True)],
+    [
+        (2, "equal", False),
+        pytest.param(3, "unequal", True, marks=pytest.mark.slow),
+        (4, "empty", False),
+        pytest.param(4, "unequal", True, marks=pytest.mark.slow),
+    ],
 )
 def test_steps_over_threads(name: str, ranks: int, kind: str, by_rank: bool) -> None:
     requests = Requests(name)
@@ -119,6 +124,7 @@ def test_steps_over_processes_and_after_one_was_killed(
     assert (group.failures, group.computed_here) == (1, 0)
 
 
+@pytest.mark.slow
 def test_ranks_unmap_blocks_that_no_longer_exist(make: Callable[..., RankGroup]) -> None:
     requests = Requests(UNET, 1)
     group, even = make(requests.denoiser, 2), Partition(((1.0, 1.0),))
@@ -136,6 +142,7 @@ def test_ranks_unmap_blocks_that_no_longer_exist(make: Callable[..., RankGroup])
     assert group.computed_here == 0
 
 
+@pytest.mark.slow
 def test_without_memory_for_other_processes_steps_run_here(
     make: Callable[..., RankGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def test_onnxruntime_computes_what_the_denoiser_does(
     assert max(verdict.error for verdict in verdicts) < 1e-4
 
 
+@pytest.mark.slow
 def test_weights_in_16_bits_are_the_files_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def test_objects_that_a_denoiser_makes_are_its_own_runs():
     assert "object at 0x" not in maskfx.explain(ours), "a note of its own for every request"
 
 
+@pytest.mark.slow
 def test_a_call_before_the_first_step_writes_keys_that_all_steps_read(
     monkeypatch: Any,
 ) -> None:

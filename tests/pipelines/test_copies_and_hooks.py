@@ -151,6 +151,7 @@ def test_a_denoisers_own_hooks_act_in_edits():
     assert distance(with_hooks(anew(FLUX), hang, **given), wanted) < 1e-4
 
 
+@pytest.mark.slow
 def test_hooks_of_a_part_that_come_after_a_capture_act_in_edits():
     pipe = anew(FLUX)
 

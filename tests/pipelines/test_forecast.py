@@ -310,6 +310,7 @@ def ends_guidance(step: int) -> dict[str, Any]:
     return {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": both}
 
 
+@pytest.mark.slow
 def test_a_forecast_has_the_shape_of_its_own_call() -> None:
     """Guidance ends before a step that is forecast."""
     pipe = compiled(SD)

@@ -148,7 +148,9 @@ def test_a_template_of_several_pictures_serves_as_many_or_one_that_is_named():
         assert distance(found, wanted[i : i + 1]) < 1e-4
 
 
-@pytest.mark.parametrize("name", [SAID_INPAINT, "StableDiffusionImg2ImgPipeline"])
+@pytest.mark.parametrize(
+    "name", [SAID_INPAINT, pytest.param("StableDiffusionImg2ImgPipeline", marks=pytest.mark.slow)]
+)
 def test_several_pictures_for_each_prompt_come_in_the_pipelines_order(name: str):
     pictures, masks = [picture(1), picture(2)], [square(2, 12), square(16, 30)]
     given = {**call_of(PIPES[name], 3), "image": pictures, **TWO}

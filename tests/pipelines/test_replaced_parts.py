@@ -36,7 +36,7 @@ def fresh(change: Callable[[Any], None] | None = None, quality: str = "all-steps
     return maskfx.compile(pipe, quality=quality)
 
 
-@pytest.mark.parametrize("quality", ["all-steps", "balanced"])
+@pytest.mark.parametrize("quality", [pytest.param("all-steps", marks=pytest.mark.slow), "balanced"])
 @pytest.mark.parametrize("part", ["unet", pytest.param("vae", marks=pytest.mark.slow)])
 def test_a_part_that_is_replaced_is_compiled_too(part: str, quality: str) -> None:
     pipe, other = fresh(quality=quality), KIND.build()

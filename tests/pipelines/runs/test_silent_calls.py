@@ -17,7 +17,7 @@ CONTROL = "StableDiffusionControlNetInpaintPipeline"
 SCALE = "controlnet_conditioning_scale"
 
 
-@pytest.mark.parametrize("mask", [square, white])
+@pytest.mark.parametrize("mask", [pytest.param(square, marks=pytest.mark.slow), white])
 def test_a_net_that_is_scaled_by_0_is_computed_once(
     mask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

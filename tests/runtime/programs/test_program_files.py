@@ -80,6 +80,7 @@ def test_a_file_cant_name_other_functions(target: str) -> None:
         graphs.function_of(f"function {target}")
 
 
+@pytest.mark.slow
 def test_another_process_edits_with_saved_programs(tmp_path: Path) -> None:
     check_other_process(tmp_path, [TINY, "FluxTransformer2DModel", EXPERTS])
 

@@ -71,7 +71,7 @@ def test_edits_read_nothing_that_is_left_out(name: str) -> None:
                 assert error(seen, wanted) < 1e-5
 
 
-@pytest.mark.parametrize("name", MODELS[:2])
+@pytest.mark.parametrize("name", slow_unet(MODELS[:2]))
 def test_a_reach_is_what_all_allowed_masks_read_together(name: str) -> None:
     (case, denoiser), cache = compiled(name), recorded(name)
     shape = case.mask_shape(case.sizes[0])

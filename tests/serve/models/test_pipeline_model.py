@@ -115,6 +115,7 @@ def told(folder: Path, to: Path, **call: Any) -> Path:
     return model
 
 
+@pytest.mark.slow
 def test_calls_are_told_what_the_folder_says_unless_they_say_else(
     folder: Path, tmp_path: Path, direct: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +156,7 @@ def test_what_a_folder_cant_tell_is_refused(
         PipelineModel(settings(told(folder, tmp_path, **call)), print)
 
 
+@pytest.mark.slow
 def test_a_folders_strength_may_leave_few_steps(tmp_path: Path) -> None:
     """Of the two of a first edit it would leave none; costs are fitted to what is left."""
     build("StableDiffusionInpaintPipeline-9").save_pretrained(tmp_path)
