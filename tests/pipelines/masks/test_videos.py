@@ -19,7 +19,7 @@ from tests.pipelines.test_patches import Turns
 ALL = Quality.of("all-steps")
 EXACT = 1e-4  # rounding, over the steps of a run
 
-QUICK = (*("WanVideoToVideoPipeline", "CogVideoXPipeline", "Kandinsky5T2VPipeline"),)
+QUICK = ("WanVideoToVideoPipeline", "CogVideoXPipeline", "Kandinsky5T2VPipeline")
 kinds = pytest.mark.parametrize(
     "name",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in VIDEO_KINDS],
