@@ -32,12 +32,15 @@ from bench.report import columns
 from bench.shapes import Shape
 from maskfx import DenseStep, EditStep
 from maskfx.distributed.links import LinkCosts
+from maskfx.distributed.measured_steps import WHOLE
 from maskfx.distributed.rank_group import RankGroup
+from maskfx.ir.program import Program
+from maskfx.runtime.batch.member import Member
 
 SIDE, SHARE = 64, 0.11
 SEEDS = 0, 40, 80  # of one timestep
 GATHERED, BY_RANK = LinkCosts(load=0.0), LinkCosts(exchange=0.0)
-WHOLE = LinkCosts(load=0.0, send=1.0)  # the text is computed by each rank
+WHOLE_TEXT = LinkCosts(load=0.0, send=1.0)  # the text is computed by each rank
 
 
 def centre(side: int, share: float) -> torch.Tensor:
@@ -63,8 +66,8 @@ def measure(shape: Shape, rounds: int, share: float) -> list[dict[str, Any]]:
         "two edits": (edits, GATHERED),
     }
     if not shape.has_convolutions:
-        batches["dense, whole text"] = dense, WHOLE
-        batches["edit, gathered, whole text"] = edits[:1], WHOLE
+        batches["dense, whole text"] = dense, WHOLE_TEXT
+        batches["edit, gathered, whole text"] = edits[:1], WHOLE_TEXT
     group = RankGroup(denoiser, 2)
     try:
         rows = [row_of(group, name, *batch, rounds) for name, batch in batches.items()]
@@ -74,14 +77,30 @@ def measure(shape: Shape, rounds: int, share: float) -> list[dict[str, Any]]:
     return rows
 
 
+def batch_of(denoiser: maskfx.CompiledDenoiser, steps: list[Any]) -> tuple[Program, list[Member]]:
+    """Return the program and the members of the batch of some steps."""
+    found: list[tuple[Program, list[Member]]] = []
+
+    def seen(program: Any, recording: bool, frame: Any, calls: Any, members: Any) -> None:
+        found.append((program, members))
+
+    denoiser.step(steps, seen)
+    [batch] = found
+    return batch
+
+
 def row_of(
     group: RankGroup, name: str, steps: list[Any], costs: LinkCosts, rounds: int
 ) -> dict[str, Any]:
     group.given_costs = costs
     parts: dict[int, list[Any]] = {1: [], 2: []}
+    program, members = batch_of(group.denoiser, steps)
+    ways = group.divider.ways(program, members, 2, costs)
+    # members of their own for each rank, or one that is cut
+    partition = ways[WHOLE if len(members) > 1 else 2][0]
 
     def run(ranks: int) -> None:
-        group.denoiser.step(steps, group.on(ranks))
+        group.denoiser.step(steps, group.on(ranks, partition if ranks == 2 else None))
         parts[ranks] = [part for part in group.last if part is not None]
 
     times = alternate({str(n): lambda _, n=n: run(n) for n in (1, 2)}, rounds + 1)

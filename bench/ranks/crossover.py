@@ -27,7 +27,7 @@ import torch
 
 import maskfx
 from bench.harness import ROOT, alternate, figure, header, write_json
-from bench.ranks.__main__ import centre
+from bench.ranks.__main__ import batch_of, centre
 from bench.ranks.shapes import SHAPES, shape_of
 from bench.report import columns
 from bench.shapes import Shape, Size, unet_inputs
@@ -66,19 +66,13 @@ def measure(shape: Shape, group: RankGroup, rounds: int) -> list[dict[str, Any]]
 
 
 def row_of(group: RankGroup, steps: list[Any], rounds: int) -> dict[str, Any]:
-    found: list[Any] = []
-
-    def seen(program: Any, recording: bool, frame: Any, calls: Any, members: Any) -> None:
-        found.append((program, members))
-
-    group.denoiser.step(steps, seen)
     ways = {"one": WHOLE, "two": HALVES}
     runs = {
         name: lambda _, own=own: group.denoiser.step(steps, group.on(2, own))
         for name, own in ways.items()
     }
     times = {name: took[1:] for name, took in alternate(runs, rounds + 1).items()}
-    program, members = found[0]
+    program, members = batch_of(group.denoiser, steps)
     work = [group.divider.work.of(program, member) for member in members]
     chosen = group.partition(program, members, 2)
     texts = chosen.texts if any(chosen.cut) else (False,)
