@@ -18,61 +18,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.types import IntLikeType
-from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.selections import CATS, OPERATORS
+from maskfx.compiler.capture.waiting_values import CATS, WaitingValue, value_of
 
 FLAT = ("flatten", "reshape", "view", "squeeze", "ravel")
 
 
-class Waiting:
-    """A tensor, or a number, that is computed at its first use."""
+class TokenValue(WaitingValue):
+    """What depends on which tokens are valid."""
 
-    def value(self) -> Any:
-        raise NotImplementedError
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.value(), name)
-
-    def __len__(self) -> int:
-        return len(self.value())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.value()[value_of(index)]
+    @staticmethod
+    def without(
+        func: Callable[..., object], args: Sequence[Any], named: dict[str, Any]
+    ) -> object | None:
+        return packed_by(func, args, named)
 
     def __index__(self) -> int:
         return int(self.value())
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        named: dict[str, object] | None = None,
-    ) -> Any:
-        found = packed_by(func, args, named or {})
-        if found is not None:
-            return found
-        args, named = pytree.tree_map(value_of, (tuple(args), named or {}))
-        return func(*args, **named)
 
-
-def value_of(value: object) -> Any:
-    return value.value() if isinstance(value, Waiting) else value
-
-
-for _name in OPERATORS:
-    for _full in (f"__{_name}__", f"__r{_name}__"):
-        if hasattr(Tensor, _full):
-            setattr(
-                Waiting,
-                _full,
-                lambda self, other, full=_full: getattr(self.value(), full)(value_of(other)),
-            )
-
-
-class TokenPlaces(Waiting):
+class TokenPlaces(TokenValue):
     """Where a vector isn't zero: the places in a column, or in a vector."""
 
     def __init__(self, mask: Tensor, column: bool = False) -> None:
@@ -106,7 +71,7 @@ def flattens(name: str, args: Sequence[object]) -> bool:
     return not args if name in ("flatten", "ravel") else tuple(args) in ((-1,), ((-1,),))
 
 
-class PackedTokens(Waiting):
+class PackedTokens(TokenValue):
     """Valid tokens along one dimension of a tensor that has the others behind them.
 
     Args:
@@ -140,7 +105,7 @@ class PackedTokens(Waiting):
         return self.shape if dim is None else self.shape[dim]
 
 
-class Count(Waiting):
+class Count(TokenValue):
     """How many tokens are valid."""
 
     def __init__(self, packed: PackedTokens) -> None:
@@ -157,7 +122,7 @@ class Count(Waiting):
         return other - self.value()
 
 
-class Missing(Waiting):
+class Missing(TokenValue):
     """How many tokens aren't valid."""
 
     def __init__(self, length: IntLikeType, packed: PackedTokens) -> None:
@@ -243,7 +208,7 @@ class Packings(TorchFunctionMode):
                 return found
         if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(isinstance(part, Waiting) for part in index):
+            if any(isinstance(part, TokenValue) for part in index):
                 return picked(args[0], index)
         return func(*args, **named)
 

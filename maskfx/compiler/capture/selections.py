@@ -16,31 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-CATS = (torch.cat, torch.concat, torch.concatenate)
+from maskfx.compiler.capture.waiting_values import CATS, WaitingValue, value_of
+
 NEGATIONS = (
     *(torch.logical_not, torch.bitwise_not, Tensor.logical_not, Tensor.bitwise_not),
     Tensor.__invert__,
 )
-OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "matmul",
-    "and",
-    "or",
-    "eq",
-    "ne",
-    "lt",
-    "gt",
-    "ge",
-    "le",
-)
 
 
-class Selection:
+class Selection(WaitingValue):
     """What a mask selects of the first axis of a tensor; selected at its first use.
 
     Args:
@@ -67,36 +52,20 @@ class Selection:
         blank = torch.zeros_like(self.source)
         return Selection(blank, self.mask, self.select, self.negated, self.origin)
 
-    def selected(self) -> Tensor:
+    def value(self) -> Tensor:
         return self.select(self.source, self.mask)
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.selected(), name)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.selected()[index]
-
-    def __len__(self) -> int:
-        return len(self.selected())
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        named: dict[str, object] | None = None,
-    ) -> Any:
-        named = named or {}
+    @staticmethod
+    def without(
+        func: Callable[..., object], args: Sequence[Any], named: dict[str, Any]
+    ) -> object | None:
         if func is torch.zeros_like and not named:
-            return args[0].zeros()
+            zeros: Selection = args[0].zeros()
+            return zeros
         if func in CATS:
             parts, dim = args[0], args[1] if len(args) > 1 else named.get("dim", 0)
-            found = reordered(list(parts)) if dim == 0 else None
-            if found is not None:
-                return found
-        args, named = pytree.tree_map(value_of, (tuple(args), named))
-        return func(*args, **named)
+            return reordered(list(parts)) if dim == 0 else None
+        return None
 
 
 def select(source: Tensor, mask: Tensor) -> Tensor:
@@ -104,20 +73,6 @@ def select(source: Tensor, mask: Tensor) -> Tensor:
     with torch._C.DisableTorchFunction():
         found: Tensor = Tensor.__getitem__(source, mask)
         return found
-
-
-def value_of(value: object) -> object:
-    return value.selected() if isinstance(value, Selection) else value
-
-
-for _name in OPERATORS:
-    for _full in (f"__{_name}__", f"__r{_name}__"):
-        if hasattr(Tensor, _full):
-            setattr(
-                Selection,
-                _full,
-                lambda self, other, full=_full: getattr(self.selected(), full)(value_of(other)),
-            )
 
 
 def reordered(parts: list[Any]) -> Tensor | None:
