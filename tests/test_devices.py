@@ -60,13 +60,17 @@ QUICK = {
     "ZImageTransformer2DModel": "lists of pictures",
     "WanTransformer3DModel": "videos",
     "Transformer2DModel": "blocks by themselves",
-    "UNet2DConditionModel-sd15": "convolutions and attention",
+    "UNet2DConditionModel-nomid": "convolutions and attention",
     "SD3ControlNetModel": "residuals of blocks",
 }
 ZOO_CASES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ZOO]
 # one of each kind: the mask over the latents, passed to the denoiser, a ControlNet, a reference
-KINDS = ["FluxInpaintPipeline", "FluxKontextPipeline"]
-SLOW_KINDS = ["StableDiffusionInpaintPipeline-9", "StableDiffusionControlNetInpaintPipeline"]
+KINDS = ["FluxInpaintPipeline"]
+SLOW_KINDS = [
+    "StableDiffusionInpaintPipeline-9",
+    "StableDiffusionControlNetInpaintPipeline",
+    "FluxKontextPipeline",
+]
 PIPE_CASES = [*KINDS, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_KINDS)]
 
 # where a step may wait for its device, and why
