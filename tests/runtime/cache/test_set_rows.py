@@ -10,9 +10,9 @@ from torch import Tensor
 
 import maskfx
 from maskfx.ir.sources import Loaded, Rest
+from maskfx.ops import ChosenRows
 from maskfx.ops.kernels.serves import SWITCH
 from maskfx.ops.native import build
-from maskfx.ops import ChosenRows
 from maskfx.runtime.cache import set_rows
 from maskfx.runtime.cache.rolling import write_rows
 from maskfx.runtime.cache.rolling_pool import RollingPool
