@@ -95,6 +95,11 @@ class Regions:
                 for base, found in zip(own.group, own.sets, strict=False):
                     sets.setdefault((own.kind, base), {})[found] = None
         self._together = {key: tuple(found) for key, found in sets.items()}
+        every: dict[str, set[int]] = {}
+        for (_, base), own in sets.items():
+            for found in own:
+                every.setdefault(base, set()).update([found] if isinstance(found, int) else found)
+        self._every = {base: tuple(sorted(found)) for base, found in every.items()}
 
     def of(self, segment: str) -> tuple[str, int]:
         """Return the base of a segment of image sites, and its region."""
@@ -111,6 +116,10 @@ class Regions:
         """Return the sets of one kind that are found with this one."""
         found = self._together.get((kind, base), ())
         return found if wanted in found else (wanted,)
+
+    def every(self, base: str) -> tuple[int, ...]:
+        """Return all regions of a base whose rows are read or written."""
+        return self._every.get(base, ())
 
     def read_by(self, source: Cached) -> Read:
         """Return what a source reads."""
@@ -185,22 +194,15 @@ class RowPlaces:
         """Return True if all members of the batch have rows in the block, and are known."""
         return self.are_known and len(self._numbers) == len(self._layout.batches)
 
-    def chosen(
-        self,
-        group: Group,
-        regions: tuple[int, ...],
-        wanted: Sequence[int],
-        without: Sequence[int],
-    ) -> ChosenRows:
+    def chosen(self, group: Group, wanted: Sequence[int], without: Sequence[int]) -> ChosenRows:
         """Return rows of several buffers that are active in one region and not in another.
 
         Args:
             group: The base of the only segment of the rows.
-            regions: All regions of these.
             wanted: By buffer, the region that has them, or `ALL`.
             without: By buffer, the region that lacks them, or `NONE`.
         """
-        flags, number = self._rows.flags(group[0], regions)
+        flags, number = self._rows.flags(group[0], self._regions.every(group[0]))
         numbers = {**number, ALL: len(flags) - 2, NONE: len(flags) - 1}
         sets = ([numbers[region] for region in own] for own in (wanted, without))
         return ChosenRows(flags, self._places_of(group, 0), *map(np.array, sets))
@@ -300,6 +302,7 @@ class RowPlaces:
         asked: tuple[SetKey, ...] = (wanted,)
         if self._rows.are_known:
             asked = self._regions.together(kind, base, wanted)
+            self._rows.flags(base, self._regions.every(base))  # once for all kinds
         sets = getattr(self._rows, kind)(base, asked)
         places = torch.from_numpy(self._places_of(group, segment).take(sets.rows))
         parts = moved(places, self.device).split(sets.counts.sum(1).tolist())

@@ -46,12 +46,10 @@ class SetTaps:
 
     def __init__(self, interface: Interface, regions: Regions, rows: Mapping[str, Tensor]) -> None:
         self.written: dict[str, tuple[Group, int]] = {}  # of taps that have rows of sites alone
-        found: dict[Group, set[int]] = {}
         for tap in interface.taps.values():
             group = regions.group_of(tap.segments)
             if tap.name in rows and len(group) == len(tap.segments) == 1:
                 self.written[tap.name] = group, regions.of(tap.segments[0])[1]
-                found.setdefault(group, set()).add(self.written[tap.name][1])
         reads: dict[object, SetReads] = {}
         for name, source in interface.inputs.items():
             if not isinstance(source, Rest | Loaded) or source.tap not in rows:
@@ -67,9 +65,7 @@ class SetTaps:
                 part.taps.append(source.tap)
                 part.wanted.append(after)
                 part.without.append(before)
-                found.setdefault(own.group, set()).update({before, after} - {ALL})
         self.reads = list(reads.values())
-        self.regions = {group: tuple(sorted(own)) for group, own in found.items()}
 
 
 class RowsAhead:
@@ -84,8 +80,7 @@ class RowsAhead:
     def __init__(self, rows: Mapping[str, Tensor], taps: SetTaps, places: RowPlaces) -> None:
         self._parts: dict[str, _Reading] = {}
         for reads in taps.reads if places.are_known else ():
-            regions = taps.regions[reads.group]
-            chosen = places.chosen(reads.group, regions, reads.wanted, reads.without)
+            chosen = places.chosen(reads.group, reads.wanted, reads.without)
             self._parts |= dict.fromkeys(reads.names, _Reading(rows, reads, chosen))
 
     def take(self, name: str) -> Tensor | None:
@@ -137,7 +132,7 @@ class SetWrites:
         places: RowPlaces,
         emitted: Sequence[Tensor],
     ) -> None:
-        self._rows, self._places, self._regions = rows, places, taps.regions
+        self._rows, self._places = rows, places
         serves = places.complete and places.device.type == "cpu" and serves_chosen(emitted)
         self._taps = taps.written if serves else {}
         self._new: dict[Group, list[tuple[str, Tensor, int]]] = {}
@@ -156,7 +151,6 @@ class SetWrites:
         """Write the rows that were added."""
         for group, new in self._new.items():
             taps, rows, regions = zip(*new, strict=True)
-            without = [NONE] * len(new)
-            chosen = self._places.chosen(group, self._regions[group], regions, without)
+            chosen = self._places.chosen(group, regions, [NONE] * len(new))
             chosen.put([self._rows[tap] for tap in taps], rows)
         self._new = {}
