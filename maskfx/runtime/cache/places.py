@@ -96,9 +96,9 @@ class Regions:
                     sets.setdefault((own.kind, base), {})[found] = None
         self._together = {key: tuple(found) for key, found in sets.items()}
         every: dict[str, set[int]] = {}
-        for (_, base), own in sets.items():
-            for found in own:
-                every.setdefault(base, set()).update([found] if isinstance(found, int) else found)
+        for (_, base), keys in sets.items():
+            for key in keys:
+                every.setdefault(base, set()).update([key] if isinstance(key, int) else key)
         self._every = {base: tuple(sorted(found)) for base, found in every.items()}
 
     def of(self, segment: str) -> tuple[str, int]:
