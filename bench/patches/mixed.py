@@ -13,7 +13,8 @@ A batch of dense requests of one denoiser, each of one of three sizes in turn. S
 
 Asked for: 1.3 times the better of one size at a time and padding where launches count (many small
 requests), and never below it. CPU time, because machines are shared; sides take turns. Results of
-rows and of patch_batch are compared with the module's. Writes results/patches-mixed.json.
+rows and of patch_batch are compared with the module's. `sd3, real width` has latents of pictures
+of 512, 768 and 1024 pixels, and one block. Writes results/patches-mixed.json, or another name.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,10 +64,23 @@ class Case:
         return found
 
 
+def wide_sd3(side: int, blocks: int) -> Shape:
+    """SD3 (medium) with few blocks."""
+    own = sd3(side, blocks)
+    config = own.config | {
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "caption_projection_dim": 1536,
+        "pooled_projection_dim": 2048,
+    }
+    return replace(own, config=config, title=f"SD3, real width, {blocks} block")
+
+
 CASES = {
     "small": Case("small", sd3(16, 2), (8, 12, 16), 24, True),
     "small, few": Case("small, few", sd3(16, 2), (8, 12, 16), 6, True),
     "sd3": Case("sd3", sd3(128, 2), (64, 96, 128), 3, False),
+    "sd3, real width": Case("sd3, real width", wide_sd3(128, 1), (64, 96, 128), 3, False),
     "sdxl": Case("sdxl", sdxl(32, 1), (16, 24, 32), 3, False),
 }
 
@@ -164,12 +178,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--name", default="patches-mixed", help="of the file in --out")
     parser.add_argument("--out", type=Path, default=harness.ROOT / "bench" / "results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     result = {**harness.header("bench.patches.mixed", arguments), "threads": 1}
-    found = [measured(CASES[name], options.rounds) for name in options.cases]
-    harness.write_json(options.out / "patches-mixed.json", {**result, "cases": found})
+    found = []
+    for name in options.cases:
+        found.append(measured(CASES[name], options.rounds))
+        harness.write_json(options.out / f"{options.name}.json", {**result, "cases": found})
     for one in found:
         print(
             f"{one['case']}: {one['title']}, latents {one['latents']}, {one['requests']} requests"

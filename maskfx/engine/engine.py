@@ -18,12 +18,13 @@ from typing import TypeVar
 from maskfx.engine.admission import Admission
 from maskfx.engine.admission_policy import AdmissionPolicy
 from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest
+from maskfx.engine.default_admission import Default
 from maskfx.engine.own_pipeline import OwnPipelines
 from maskfx.engine.placement import InRequestThreads, Placement
 from maskfx.engine.round_policy import RoundPolicy
 from maskfx.engine.round_runner import RoundRunner
 from maskfx.engine.services import NetServices, OwnProcesses
-from maskfx.engine.step_admission import StepAdmission
+from maskfx.engine.step_admission import step_admission
 from maskfx.engine.step_runner import Step, StepRunner
 from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState, Told
 from maskfx.errors import Closed, InputError
@@ -68,8 +69,9 @@ class Engine:
         rounds: decides which requests step on which of these ranks; groups of requests on disjoint
             ranks step at the same time, and callbacks come from the groups' threads. By default
             all ranks compute each step.
-        admission: decides when the steps of a prepared request begin, and which requests end
-            because their deadline can't be met. By default they begin at once.
+        admission: decides when steps of prepared requests begin, and which requests can't meet
+            their deadline and end. By default by slack if any has a deadline, else, and with None,
+            at once; see `default_admission.py`.
         `told`: callback after each step, called in the engine's thread, so it should be quick.
     """
 
@@ -85,7 +87,7 @@ class Engine:
         ranks: int = 1,
         rank_timeout: float = 1.0,
         rounds: RoundPolicy | None = None,
-        admission: AdmissionPolicy | None = None,
+        admission: AdmissionPolicy | Default | None = "default",
         told: Callable[[Step], None] | None = None,
     ) -> None:
         for name, value in (("running", running), ("queue", queue), ("ranks", ranks)):
@@ -93,9 +95,9 @@ class Engine:
                 raise InputError(f"Engine: {name}={value!r}: give a whole number, 1 or more")
         if rounds is not None and ranks == 1:
             raise InputError("Engine: rounds= shares ranks between requests: give ranks=2 or more")
-        if rounds is not None and admission is not None:
-            raise InputError("Engine: rounds= decides which requests step: leave out admission=")
         self.waiting = waiting or BatchPolicy()
+        slots = min(running, self.waiting.batch)
+        self.admission = step_admission(admission, slots, rounds is not None)
         self._outside = outside or InRequestThreads()
         if not rank_timeout > 0:
             raise InputError(f"Engine: rank_timeout={rank_timeout!r}: give seconds above 0")
@@ -111,8 +113,6 @@ class Engine:
         self._closing = False
         self._ended = False  # the loop runs no further step
         self.rounds = None if rounds is None else RoundRunner(rounds, self, self._notify)
-        slots = min(running, self.waiting.batch)
-        self.admission = None if admission is None else StepAdmission(admission, slots)
         self._outside.start(self)
         self._loop = threading.Thread(target=self._run, name="maskfx-engine", daemon=True)
         self._loop.start()

@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 
 from maskfx.engine.admission_policy import AdmissionDecision, AdmissionPolicy, check
+from maskfx.engine.default_admission import Default, DefaultAdmission
 from maskfx.engine.request_estimates import RequestEstimates
 from maskfx.engine.round_policy import RoundCall
 from maskfx.engine.step_runner import Step
 from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState
-from maskfx.errors import DeadlineMissed
+from maskfx.errors import DeadlineMissed, InputError
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,9 @@ class StepAdmission:
     def select(self, now: float, parked: Sequence[ParkedCalls]) -> list[ParkedCalls]:
         """Return the calls that may be in the next step; those dropped have an error."""
         self._forget()
+        if self._at_once({p.ticket for p in parked} | self._admitted):
+            self._admitted.update(p.ticket for p in parked)
+            return list(parked)
         new = [p for p in parked if p.ticket not in self._admitted]
         for p in parked:
             if p.ticket in self._admitted:
@@ -60,6 +64,8 @@ class StepAdmission:
         if going and going <= {p.ticket for p in batch}:  # none of them was waited for in vain
             self._gaps.append(max(0.0, step.began - ended))
         self._made += 1
+        if isinstance(self.policy, DefaultAdmission) and self.policy.policy is None:
+            return
         for p in batch:
             known = self._active.get(p.ticket)
             if known is None or p.error is not None:
@@ -76,6 +82,11 @@ class StepAdmission:
         if loads:
             between = statistics.median(self._gaps) if self._gaps else 0.0
             self.policy.learn(loads, step.seconds + between)
+
+    def _at_once(self, tickets: Collection[Ticket]) -> bool:
+        """Return True if all requests begin at once, because no policy acts."""
+        policy = self.policy
+        return isinstance(policy, DefaultAdmission) and not policy.acts([t.due for t in tickets])
 
     def _forget(self) -> None:
         self._estimates.forget()
@@ -112,8 +123,13 @@ class StepAdmission:
                 by_id[call.id] = p
         if not waiting:
             return
-        decision = self._decision(now, waiting, active)
         calls = {call.id: call for call in waiting}
+        if isinstance(self.policy, DefaultAdmission) and not self.policy.has_measured:
+            decision = AdmissionDecision(tuple(calls))
+        elif len(active) > self.slots:  # they began before there was a deadline
+            return
+        else:
+            decision = self._decision(now, waiting, active)
         for number in decision.starts:
             self._admitted.add(by_id[number].ticket)
             self._active[by_id[number].ticket] = calls[number]
@@ -146,3 +162,24 @@ class StepAdmission:
             "submit it when fewer requests run"
         )
         parked.answered.set()
+
+
+def step_admission(
+    asked: AdmissionPolicy | Default | None, slots: int, has_rounds: bool
+) -> StepAdmission | None:
+    """Return what admits an engine's requests; None if they begin at once, or rounds decide.
+
+    Args:
+        asked: `Engine(admission=)`.
+        slots: Number of requests that may step together.
+        has_rounds: Whether rounds decide which requests step.
+    """
+    if asked == "default":
+        return None if has_rounds else StepAdmission(DefaultAdmission(), slots)
+    if asked is not None and has_rounds:
+        raise InputError("Engine: rounds= decides which requests step: leave out admission=")
+    if isinstance(asked, str):
+        raise InputError(
+            f'Engine: admission={asked!r}: give a policy, None, or leave it out ("default")'
+        )
+    return None if asked is None else StepAdmission(asked, slots)

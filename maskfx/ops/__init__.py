@@ -33,6 +33,8 @@ from maskfx.ops.kernels import cuda
 from maskfx.ops.kernels.serves import runs_on as has_kernels
 from maskfx.ops.low_rank import add_low_rank
 from maskfx.ops.native import cpu
+from maskfx.ops.native.chosen_rows import ChosenRows
+from maskfx.ops.native.chosen_rows import serves as serves_chosen
 from maskfx.ops.norms import group_scale, line_scale, scale_shift, site_moments
 from maskfx.ops.own_linear import own_linear
 from maskfx.ops.pairs import STEPS, pair_sum, site_pair_sum
@@ -63,6 +65,7 @@ cpu.register()
 
 __all__ = [
     "ALL",
+    "ChosenRows",
     "EXCHANGES",
     "FUSED",
     "STEPS",
@@ -99,6 +102,7 @@ __all__ = [
     "replace_all",
     "run_whole",
     "scale_shift",
+    "serves_chosen",
     "site_extreme",
     "site_logsumexp",
     "site_mean",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,7 +16,9 @@ import pytest
 from torch import Tensor
 
 import maskfx
+from maskfx.engine import default_admission
 from maskfx.engine.admission_policy import AdmissionDecision, AdmissionPolicy, check
+from maskfx.engine.default_admission import MEASURED, DefaultAdmission
 from maskfx.engine.round_policy import RoundCall, StepLoad
 from maskfx.engine.step_admission import StepAdmission
 from maskfx.engine.step_runner import Step
@@ -101,6 +105,8 @@ def run(policy: AdmissionPolicy, fakes: Sequence[Fake], slots: int = 4) -> StepA
             left = [f.call.arrived for f in coming if f.call.arrived > now]
             now = min(left, default=now)
             continue
+        if isinstance(policy, DefaultAdmission):
+            seated = seated[:slots]  # as the engine's BatchPolicy does
         assert len(seated) <= slots
         members = [fake for fake in coming if fake.parked in seated]
         works = [demand_of(fake.call).work for fake in members]
@@ -290,3 +296,72 @@ def test_rounds_and_admission_exclude_each_other() -> None:
     policy = SlackAdmission()
     with pytest.raises(InputError, match="leave out admission="):
         maskfx.Engine(ranks=2, rounds=cast("Any", object()), admission=policy)
+
+
+# The default.
+
+
+def dues(fakes: Sequence[Fake], free: bool) -> Sequence[Fake]:
+    """Give no request a deadline, or each of them."""
+    for fake in fakes:
+        fake.call = replace(fake.call, due=inf if free else fake.call.arrived + 1e4)
+        fake.ticket.due = fake.call.due
+    return fakes
+
+
+def test_by_default_requests_without_deadlines_begin_at_once() -> None:
+    policy = DefaultAdmission()
+    fakes = dues(drawn(0), free=True)
+    admission = StepAdmission(policy, 4)
+    parked = [fake.parked for fake in fakes]
+    assert admission.select(0.0, parked) == parked  # also more than there are slots
+    admission.note(parked, Step(len(parked), 0.0, 0.0, 1.0))
+    assert policy.policy is None
+
+
+def test_by_default_slack_decides_where_there_are_deadlines() -> None:
+    """As soon as steps were measured; at most those before that are late, and some are dropped."""
+    policy, fakes, first_come = DefaultAdmission(), drawn(1), drawn(1)
+    admission = run(policy, fakes)
+    run(AtOnce(), first_come)
+    assert isinstance(policy.policy, SlackAdmission)
+    assert admission.dropped == sum(fake.ended == inf for fake in fakes) > 0
+    in_time = [sum(f.ended <= f.call.due for f in own) for own in (fakes, first_come)]
+    assert in_time[0] >= in_time[1] + 10
+    assert sum(fake.call.due < fake.ended < inf for fake in fakes) <= MEASURED
+
+
+def test_one_deadline_has_slack_decide_about_requests_without() -> None:
+    policy = DefaultAdmission()
+    assert not policy.acts([inf, inf])
+    assert policy.acts([inf, 5.0])
+    assert not policy.acts([inf])
+    assert not policy.has_measured
+    for _ in range(MEASURED):
+        policy.learn([StepLoad(10, 64)], 0.5)
+    assert policy.has_measured
+
+
+def test_without_the_servers_packages_requests_begin_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, default_admission.HOME, None)  # its import fails
+    admission = StepAdmission(DefaultAdmission(), 1)
+    parked = [fake.parked for fake in dues(drawn(0), free=False)]
+    with caplog.at_level(logging.INFO, default_admission.__name__):
+        assert admission.select(0.0, parked) == parked
+        assert admission.select(0.0, parked) == parked
+    assert caplog.text.count("install maskfx[serve]") == 1
+
+
+def test_an_engine_has_the_default() -> None:
+    with maskfx.Engine() as engine, maskfx.Engine(admission=None) as plain:
+        assert engine.admission is not None
+        assert plain.admission is None
+        pipe = pipeline()
+        ticket = engine.submit(pipe, **arguments(0), deadline=100.0)
+        assert error(ticket.result(timeout=60)[0], pipe(**arguments(0))[0]) < 1e-4
+        assert isinstance(engine.admission.policy, DefaultAdmission)
+        assert isinstance(engine.admission.policy.policy, SlackAdmission)
+    with pytest.raises(InputError, match="give a policy, None"):
+        maskfx.Engine(admission=cast("Any", "slack"))

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -255,3 +256,25 @@ def refuse_plain(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"{name}: the plain operator runs")
 
     monkeypatch.setattr(cpu, "plain_of", refused)
+
+
+def test_chosen_rows_are_read_and_replaced(served: None) -> None:
+    """By buffer, those of one set without another; rows have other places in the buffers."""
+    flags = torch.tensor([[1, 1, 0, 1], [0, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool().numpy()
+    places = np.array([3, 0, 5, 1])
+    sets = np.array([0, 2, 1]), np.array([1, 0, 3])
+    chosen = ops.ChosenRows(flags, places, *sets)
+    buffers = [numbers(6, 3, seed=seed).float() for seed in range(3)]
+    there = [torch.tensor([3, 1]), torch.tensor([5]), torch.tensor([0])]
+    assert chosen.counts().tolist() == [len(own) for own in there]
+    found = chosen.take(buffers, chosen.counts().tolist())
+    for buffer, own, rows in zip(buffers, there, found, strict=True):
+        assert torch.equal(rows, buffer[own])
+    new = [rows + 1 for rows in found]
+    wanted = [b.index_copy(0, i, n) for b, i, n in zip(buffers, there, new, strict=True)]
+    chosen.put(buffers, new)
+    assert all(map(torch.equal, buffers, wanted))
+    with pytest.raises(IndexError, match="other places or numbers of rows"):
+        chosen.put(buffers, [rows[:1] for rows in new])
+    with pytest.raises(IndexError, match="other places or numbers of rows"):
+        chosen.put([buffer[:5] for buffer in buffers], new)

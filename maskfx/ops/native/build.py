@@ -29,6 +29,7 @@ ARGUMENTS = {
     "scale_shift": (P, N, N, P, N, P, P),
     "put_all": (P, N),
     "replace_all": (P, N),
+    "copy_chosen": (P, N, P, N, ctypes.c_int),
     "ring_run": (P, N, N, N, P, N, D, P),
     "ring_leave": (P, N),
 }

@@ -157,6 +157,76 @@ int put_all(const struct put *puts, int64_t buffers)
     return 0;
 }
 
+/* The rows of a buffer that one list of flags has and another one lacks, and the same rows, one
+ * after another. */
+struct chosen {
+    char *buffer;
+    int64_t rows, bytes; /* of the buffer, and of a row */
+    const char *wanted, *without;
+    char *each;
+    int64_t count;
+};
+
+/* Find the places of the rows that are chosen; return how many there are. */
+static int64_t find_chosen(const struct chosen *own, const int64_t *places, int64_t flags,
+                           int64_t *found)
+{
+    int64_t count = 0;
+    for (int64_t f = 0; f < flags; f++) {
+        found[count] = places[f];
+        count += own->wanted[f] & ~own->without[f];
+    }
+    return count;
+}
+
+/* Copy rows of a size that is known here: the compiler copies small ones in a register. */
+#define COPY_CHOSEN(size)                                                                          \
+    for (int64_t i = 0; i < own->count; i++) {                                                     \
+        char *there = own->buffer + found[i] * (size), *here = own->each + i * (size);             \
+        if (writes)                                                                                \
+            memcpy(there, here, (size));                                                           \
+        else                                                                                       \
+            memcpy(here, there, (size));                                                           \
+    }
+
+/* Write or read the chosen rows of several buffers; flags are 0 or 1, and `places` has the place of
+ * each. Return -1 without memory, -2 for places that aren't there, or other numbers of rows. */
+int copy_chosen(const struct chosen *chosen, int64_t buffers, const int64_t *places, int64_t flags,
+                int writes)
+{
+    const struct chosen *end = chosen + buffers;
+    int64_t *found = malloc((flags + 1) * sizeof(int64_t));
+    int failed = found ? 0 : -1;
+    for (const struct chosen *own = chosen; own < end && !failed; own++) {
+        const struct chosen *last = own - 1;
+        if ((own == chosen || own->rows != last->rows) && !are_places(places, flags, own->rows)) {
+            failed = -2;
+            break;
+        }
+        int same = own > chosen && own->wanted == last->wanted && own->without == last->without;
+        int64_t count = same ? last->count : find_chosen(own, places, flags, found);
+        if (count != own->count) {
+            failed = -2;
+            break;
+        }
+        switch (own->bytes) {
+        case 2:
+            COPY_CHOSEN(2);
+            break;
+        case 4:
+            COPY_CHOSEN(4);
+            break;
+        case 8:
+            COPY_CHOSEN(8);
+            break;
+        default:
+            COPY_CHOSEN(own->bytes);
+        }
+    }
+    free(found);
+    return failed;
+}
+
 /* Rows that replace those at places of a buffer. The mean absolute difference and the mean absolute
  * value before are added to the two sums of each row's patch: that of its place in `table`, counted
  * from the first of its request, which has so many rows; none if that is -1. */

@@ -100,19 +100,33 @@ class Frame:
         self.recorded = RecordedRows(self.interface, self.layout, self.device, self.tables)
 
     def fetch(
-        self, members: Sequence[Member], loading: StagedRows | None = None
+        self,
+        members: Sequence[Member],
+        loading: StagedRows | None = None,
+        all_inputs: bool = True,
     ) -> Callable[[str], Tensor]:
-        """Return a function that gives an input by its name, for one step of these members."""
+        """Return a function that gives an input by its name, for one step of these members.
+
+        Args:
+            members: The members.
+            loading: Rows that are being loaded.
+            all_inputs: Whether all inputs will be asked for, so that small rows of several of them
+                may be read at once.
+        """
         self.recorded.begin_step()
         self._bring(members)
         if self.originals:
             self._adapted = self._adapters_of(members)
         sources = self.interface.inputs
-        if loading is None:
-            return lambda name: self._input(name, sources[name], members)
-        return lambda name: (
-            loading.take(name) if name in loading else self._input(name, sources[name], members)
-        )
+        ahead = self.recorded.ahead(members) if all_inputs else None
+
+        def fetch(name: str) -> Tensor:
+            if loading is not None and name in loading:
+                return loading.take(name)
+            rows = None if ahead is None else ahead.take(name)
+            return self._input(name, sources[name], members) if rows is None else rows
+
+        return fetch
 
     def is_fixed(self, source: object) -> bool:
         """Return True if an input depends on the layout alone."""

@@ -28,6 +28,7 @@ from maskfx.runtime.cache.rows import (
     in_memory,
     pick,
 )
+from maskfx.runtime.cache.set_rows import RowsAhead
 from maskfx.runtime.cache.shared_rows import SharedRows, shared_rows
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.hardware.devices import moved, read_here
@@ -104,10 +105,18 @@ class RecordedRows:
         self, source: Cached, picks: Picks, members: Sequence[Member]
     ) -> tuple[Tensor, Tensor] | None:
         """Return the buffer with all members' rows of a tap, if one has them, and the places."""
+        together = self._shared(members)
+        return None if together is None else together.find(source, picks)
+
+    def ahead(self, members: Sequence[Member]) -> RowsAhead | None:
+        """Return what reads rows of several inputs at once; None if no block has them here."""
+        together = self._shared(members) if members and self.device.type == "cpu" else None
+        return None if together is None else together.ahead()
+
+    def _shared(self, members: Sequence[Member]) -> SharedRows | None:
         if self._together is None or self._together[0]() is not members[0]:
             self._together = weakref.ref(members[0]), shared_rows(self.layout, members)
-        together = self._together[1]
-        return None if together is None else together.find(source, picks)
+        return self._together[1]
 
     def of(self, cache: StepCache, tap: str) -> Rows:
         """Return a cache's rows of a tap."""

@@ -20,6 +20,7 @@ from maskfx.ir.lanes import is_image
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Interface
 from maskfx.ir.sources import Cached, Loaded, Rest
+from maskfx.ops import ChosenRows
 from maskfx.runtime.cache.placement import RowPlacement, placed, spans_of
 from maskfx.runtime.hardware.devices import moved
 from maskfx.runtime.sites.active import ActiveSites
@@ -27,6 +28,7 @@ from maskfx.runtime.sites.row_sets import RowSets, SetKey
 
 Group = tuple[str, ...]  # row sets without regions: their taps have equal numbers of rows
 Segments = tuple[str, ...]
+ALL, NONE = -1, -2  # regions of which all rows are chosen, and none
 Picks = Callable[[], Sequence[Tensor]]  # returns the sites that are read of each member
 
 
@@ -93,6 +95,11 @@ class Regions:
                 for base, found in zip(own.group, own.sets, strict=False):
                     sets.setdefault((own.kind, base), {})[found] = None
         self._together = {key: tuple(found) for key, found in sets.items()}
+        every: dict[str, set[int]] = {}
+        for (_, base), keys in sets.items():
+            for key in keys:
+                every.setdefault(base, set()).update([key] if isinstance(key, int) else key)
+        self._every = {base: tuple(sorted(found)) for base, found in every.items()}
 
     def of(self, segment: str) -> tuple[str, int]:
         """Return the base of a segment of image sites, and its region."""
@@ -109,6 +116,10 @@ class Regions:
         """Return the sets of one kind that are found with this one."""
         found = self._together.get((kind, base), ())
         return found if wanted in found else (wanted,)
+
+    def every(self, base: str) -> tuple[int, ...]:
+        """Return all regions of a base whose rows are read or written."""
+        return self._every.get(base, ())
 
     def read_by(self, source: Cached) -> Read:
         """Return what a source reads."""
@@ -163,7 +174,7 @@ class RowPlaces:
         device: torch.device,
     ) -> None:
         self._regions, self._layout, self._numbers = regions, layout, numbers
-        self._starts, self._device = starts, device
+        self._starts, self.device = starts, device
         self._sites = [layout.sites[number] for number in numbers]
         self._batches = [layout.batches[number] for number in numbers]
         self._rows = RowSets(self._sites, self._batches)
@@ -172,6 +183,29 @@ class RowPlaces:
         self._placed: dict[tuple[str, Group, int], PlacedSets] = {}
         self._written: dict[Segments, RowPlacement] = {}
         self._read: dict[int, Tensor] = {}
+
+    @property
+    def are_known(self) -> bool:
+        """Return True if the batch has all rows of its members, and their sites are known."""
+        return self._layout.whole and self._rows.are_known
+
+    @property
+    def complete(self) -> bool:
+        """Return True if all members of the batch have rows in the block, and are known."""
+        return self.are_known and len(self._numbers) == len(self._layout.batches)
+
+    def chosen(self, group: Group, wanted: Sequence[int], without: Sequence[int]) -> ChosenRows:
+        """Return rows of several buffers that are active in one region and not in another.
+
+        Args:
+            group: The base of the only segment of the rows.
+            wanted: By buffer, the region that has them, or `ALL`.
+            without: By buffer, the region that lacks them, or `NONE`.
+        """
+        flags, number = self._rows.flags(group[0], self._regions.every(group[0]))
+        numbers = {**number, ALL: len(flags) - 2, NONE: len(flags) - 1}
+        sets = ([numbers[region] for region in own] for own in (wanted, without))
+        return ChosenRows(flags, self._places_of(group, 0), *map(np.array, sets))
 
     def written(self, segments: Segments) -> RowPlacement:
         """Return which rows of a row set are written, and where."""
@@ -201,7 +235,7 @@ class RowPlaces:
         repeated = zip(self._numbers, self._batches, strict=True)
         chosen = [picks[number] for number, batch in repeated for _ in range(batch)]
         places = placed(chosen, [len(index) for index in chosen], self._starts[group])
-        return moved(places, self._device)
+        return moved(places, self.device)
 
     def _placement(self, segments: Segments) -> RowPlacement:
         group = self._regions.group_of(segments)
@@ -224,7 +258,7 @@ class RowPlaces:
         if len(source) < 2:
             return place
         index = torch.cat([torch.arange(*span) for span in source])
-        return replace(place, source=moved(index, self._device))
+        return replace(place, source=moved(index, self.device))
 
     def _totals_of(self, group: Group) -> list[int]:
         """Return the number of rows of a batch element of each member."""
@@ -268,9 +302,10 @@ class RowPlaces:
         asked: tuple[SetKey, ...] = (wanted,)
         if self._rows.are_known:
             asked = self._regions.together(kind, base, wanted)
+            self._rows.flags(base, self._regions.every(base))  # once for all kinds
         sets = getattr(self._rows, kind)(base, asked)
         places = torch.from_numpy(self._places_of(group, segment).take(sets.rows))
-        parts = moved(places, self._device).split(sets.counts.sum(1).tolist())
+        parts = moved(places, self.device).split(sets.counts.sum(1).tolist())
         return PlacedSets(sets.number, parts, sets.counts.tolist())
 
     def _places_of(self, group: Group, segment: int) -> NDArray[np.int64]:

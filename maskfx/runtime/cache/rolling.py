@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from threading import Lock
 from typing import Protocol
 
@@ -28,6 +29,7 @@ from maskfx.runtime.cache.placement import RowPlacement
 from maskfx.runtime.cache.places import Batched, Group, Regions, RowPlaces
 from maskfx.runtime.cache.row_writes import RowWrites
 from maskfx.runtime.cache.rows import Rows, device_of
+from maskfx.runtime.cache.set_rows import SetTaps, SetWrites
 from maskfx.runtime.cache.step_cache import StepCache, with_tensors
 from maskfx.runtime.hardware.devices import CPU, moved
 from maskfx.runtime.sites.active import ActiveSites
@@ -168,6 +170,11 @@ class RowBlock:
         buffers = itertools.chain(self.rows.values(), self.values.values())
         return next((buffer.device for buffer in buffers), CPU)
 
+    @cached_property
+    def by_sets(self) -> SetTaps:
+        """Return which rows are read and replaced by sets."""
+        return SetTaps(self.interface, self.regions, self.rows)
+
     @property
     def unused(self) -> bool:
         return all(free.ranges == self.empty[group] for group, free in self.free.items())
@@ -221,12 +228,15 @@ class RowBlock:
         """
         places = self.places(layout, caches)
         norms: dict[StatsKey, list[Tensor]] = {}
-        writes = RowWrites()
+        writes, by_sets = RowWrites(), SetWrites(self.rows, self.by_sets, places, emitted)
         summed = {tap for cache in caches.values() for tap in cache.sums}
         meter = ChangeMeter(list(caches.values()))
         for tap, rows in zip(self.interface.taps.values(), emitted, strict=True):
             key = tap.segments, tap.stats
             if tap.name not in self.taps and key not in self.keys:
+                continue
+            watched = tap.name in summed or meter.reads(tap.name)
+            if not tap.stats and not watched and by_sets.add(tap.name, rows):
                 continue
             place = places.written(tap.segments)
             if not place.target.shape[0]:
@@ -244,7 +254,8 @@ class RowBlock:
                 sums = meter.sums_of(tap.name, tap.segments, place, table, new.dtype)
             writes.add(buffer, place, new, sums)
         writes.run()
-        self.written += writes.nbytes
+        by_sets.run()
+        self.written += writes.nbytes + by_sets.nbytes
         for key, found in norms.items():
             place = places.written(key[0])
             self._write_stats(key, place, found, list(caches.values()))

@@ -11,6 +11,7 @@ from torch import Tensor
 from maskfx.ir.sources import Cached
 from maskfx.runtime.cache.places import Batched, Picks
 from maskfx.runtime.cache.rolling import RollingCache
+from maskfx.runtime.cache.set_rows import RowsAhead
 from maskfx.runtime.cache.step_cache import StepCache
 
 
@@ -38,6 +39,14 @@ class SharedRows:
         block = next(iter(caches.values())).block
         self._block = weakref.ref(block)
         self._places = block.places(layout, caches)
+
+    def ahead(self) -> RowsAhead | None:
+        """Return what reads rows of several taps at once; None if they aren't in host memory."""
+        block = self._block()
+        assert block is not None, "a step holds the caches of its members"
+        if block.device.type != "cpu" or not self._places.are_known:
+            return None
+        return RowsAhead(block.rows, block.by_sets, self._places)
 
     def find(self, source: Cached, picks: Picks) -> tuple[Tensor, Tensor] | None:
         """Return the buffer of a source's tap and the places that it reads; None without one."""

@@ -81,7 +81,7 @@ class StartedLoad:
         """Return the rows of an input for all members, loaded or picked where nothing loads."""
         if name in self.loading:
             return self.loading.take(name)
-        return self.frame.fetch(self.members)(name)
+        return self.frame.fetch(self.members, all_inputs=False)(name)
 
 
 Slot = tuple[int, int]  # number of a load, and the place of a member in it

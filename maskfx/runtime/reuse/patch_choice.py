@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from maskfx.ir.grids import Floats
-from maskfx.runtime.reuse.judges import Bools, Judge, PatchFeatures, judge_together
+from maskfx.runtime.reuse.judges import Bools, Judge, PatchFeatures, TableJudge, Threshold
 from maskfx.runtime.reuse.patches import PatchReuse, PatchState
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.sites.stretch_choice import Choose
@@ -66,6 +66,7 @@ class PatchChoice:
     computed: Bools = field(init=False)  # by stretch and patch
     changes: Floats = field(init=False)
     chosen: list[Mask] = field(init=False)
+    together: Together | None = None
     _masks: dict[bytes, Mask] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,7 +79,7 @@ class PatchChoice:
     def begin(self) -> None:
         self.computed = np.zeros_like(self.state.age, bool)
         self.changes = np.full(self.state.age.shape, np.nan, np.float32)
-        self.chosen = []
+        self.chosen, self.together = [], None
 
     @property
     def deciding(self) -> int:
@@ -95,19 +96,8 @@ class PatchChoice:
         """Return True if the judge is asked about a stretch, by its input."""
         return not self.follows(stretch - 1)
 
-    def features(self, row: int, changes: Floats | None) -> PatchFeatures:
-        """Return what the judge decides a stretch by."""
-        if row == 0:
-            self.changes[0] = self.inputs
-        elif changes is not None:
-            self.changes[row] = changes
-        known = self.changes[row]
-        change = np.where(np.isnan(known), self.state.since[row], known)[None]
-        return PatchFeatures(change, self.state.age[row][None], self.noise, self.call, row + 1)
-
-    def take(self, row: int, computed: Bools) -> Mask:
-        """Store what a stretch computes; return its sites."""
-        self.computed[row] = computed & self.inside
+    def take(self, row: int) -> Mask:
+        """Return the sites of what a stretch computes."""
         key = self.computed[row].tobytes()
         if key not in self._masks:
             self._masks[key] = self.mask_of(self.computed[row])
@@ -115,20 +105,85 @@ class PatchChoice:
         return self._masks[key]
 
 
+class Alike:
+    """Choices with one judge that ask it about the same stretches.
+
+    Their patches lie side by side: all arrays have a row per stretch, and `computed` and `changes`
+    of each choice are parts of those here.
+    """
+
+    def __init__(self, choices: Sequence[PatchChoice]) -> None:
+        self.choices, first = choices, choices[0]
+        self.judge, self._follows = (
+            first.judge,
+            [first.follows(r) for r in range(len(first.computed))],
+        )
+        states = [choice.state for choice in choices]
+        counts = [state.patches for state in states]
+        self.age = np.concatenate([state.age for state in states], 1)
+        self.since = np.concatenate([state.since for state in states], 1)
+        self.forced = self.age > np.repeat([choice.settings.age for choice in choices], counts)
+        self.inside = np.concatenate([choice.inside for choice in choices])
+        self.inputs = np.concatenate([choice.inputs for choice in choices])
+        self.computed = np.concatenate([choice.computed for choice in choices], 1)
+        self.changes = np.concatenate([choice.changes for choice in choices], 1)
+        alone = len(choices) == 1
+        self.noise = first.noise if alone else np.repeat([c.noise for c in choices], counts)
+        self.call = first.call if alone else np.repeat([c.call for c in choices], counts)
+        ends = np.cumsum(counts).tolist()
+        self.parts = [slice(end - own, end) for end, own in zip(ends, counts, strict=True)]
+        for choice, part in zip(choices, self.parts, strict=True):
+            choice.computed, choice.changes = self.computed[:, part], self.changes[:, part]
+
+    def choose(self, row: int, changes: Sequence[Floats | None]) -> list[Mask]:
+        """Return the sites that a stretch computes, by choice."""
+        if self._follows[row]:
+            found = self.computed[row - 1]
+        else:
+            found = self.judge.computes(self._features(row, changes))[0]
+        np.logical_or(found, self.forced[row], out=self.computed[row])
+        self.computed[row] &= self.inside
+        return [choice.take(row) for choice in self.choices]
+
+    def _features(self, row: int, changes: Sequence[Floats | None]) -> PatchFeatures:
+        """Return what the judge decides a stretch by."""
+        known = self.changes[row]
+        if row == 0:
+            known[:] = self.inputs
+        for part, own in zip(self.parts, changes, strict=True):
+            if row and own is not None:
+                known[part] = own
+        change = np.where(np.isnan(known), self.since[row], known)[None]
+        return PatchFeatures(change, self.age[row][None], self.noise, self.call, row + 1)
+
+
+class Together:
+    """The choices of a batch, which are decided together where they are alike."""
+
+    def __init__(self, choices: Sequence[PatchChoice]) -> None:
+        self.choices = list(choices)
+        groups: dict[object, list[int]] = {}
+        for number, choice in enumerate(choices):
+            joins = isinstance(choice.judge, Threshold | TableJudge)
+            asked = choice.settings.sets, tuple(choice.state.followers), choice.state.stretches
+            groups.setdefault((choice.judge if joins else number, asked), []).append(number)
+            choice.together = self
+        self._groups = [(Alike([choices[n] for n in own]), own) for own in groups.values()]
+
+    def choose(self, row: int, changes: Sequence[Floats | None]) -> list[Mask]:
+        """Return the sites that a stretch computes, by choice."""
+        found: dict[int, Mask] = {}
+        for group, own in self._groups:
+            masks = group.choose(row, [changes[number] for number in own])
+            found |= zip(own, masks, strict=True)
+        return [found[number] for number in range(len(self.choices))]
+
+
 def choose_patches(
     choices: Sequence[PatchChoice], stretch: int, changes: Sequence[Floats | None]
 ) -> list[Mask]:
     """Return the sites that a stretch computes, by call."""
-    row = stretch - 1
-    asked = [n for n, choice in enumerate(choices) if not choice.follows(row)]
-    features = {n: choices[n].features(row, changes[n]) for n in asked}
-    found = judge_together([(choices[n].judge, features[n]) for n in asked])
-    decided = {n: computed[0] for n, computed in zip(asked, found, strict=True)}
-    return [
-        choice.take(
-            row,
-            (decided[n] if n in decided else choice.computed[row - 1])
-            | (choice.state.age[row] > choice.settings.age),
-        )
-        for n, choice in enumerate(choices)
-    ]
+    own = choices[0].together
+    if own is None or own.choices != list(choices):
+        own = Together(choices)
+    return own.choose(stretch - 1, changes)

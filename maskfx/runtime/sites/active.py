@@ -110,16 +110,19 @@ class ActiveSites:
         """Return, for each region, the first one with the same sites; 0 is the mask."""
         return [self._alike.get(region, 0) for region in regions]
 
-    def flags(self, base: str, regions: Sequence[int]) -> list[NDArray[np.bool_]]:
-        """Return which sites of a segment without a region are active, for each region."""
+    def flags(self, base: str, regions: Sequence[int]) -> list[bytes]:
+        """Return which sites of a segment without a region are active, for each region.
+
+        One byte for each site: 1 if it is active, else 0.
+        """
         level = grid_level(base)
         if padded(base) is not None:  # active with all sites of the image
-            return [np.full(self.count(base), self.full)] * len(regions)
+            return [bytes([self.full]) * self.count(base)] * len(regions)
         if self.mask is None or (
             level is not None and self.pyramid.levels[level].parent is not None
         ):
-            return [self.mask_at((level, region)).flags for region in regions]
-        return [self.regions.get(region, self.mask).flags for region in regions]
+            return [self.mask_at((level, region)).content for region in regions]
+        return [self.regions.get(region, self.mask).content for region in regions]
 
     def _number(self, region: int) -> int:
         return self._alike.get(region, 0)

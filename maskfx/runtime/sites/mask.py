@@ -31,10 +31,10 @@ class Mask:
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, Mask):
             return self is other
-        return self._content == other._content and self.shape == other.shape
+        return self.content == other.content and self.shape == other.shape
 
     def __hash__(self) -> int:
-        return hash(self._content)
+        return hash(self.content)
 
     def __repr__(self) -> str:
         return f"Mask({self.count} of {'x'.join(map(str, self.shape))} sites)"
@@ -43,7 +43,8 @@ class Mask:
         return Mask(self.sites | other.sites)
 
     @property
-    def _content(self) -> bytes:
+    def content(self) -> bytes:
+        """Return one byte for each site, 1 for active ones."""
         if self._bytes is None:  # read for each stretch of each request
             self._bytes = self.flags.tobytes()
         return self._bytes

@@ -66,17 +66,17 @@ class RowSets:
 
     def active(self, base: str, regions: tuple[int, ...]) -> FoundRows:
         """Return the rows of the active sites of these regions; 0 is the mask."""
-        flags, number = self._flags(base, regions)
-        return self._found(base, flags, number)
+        flags, number = self.flags(base, regions)
+        return self._found(base, flags[:-2], number)
 
     def rest(self, base: str, regions: tuple[int, ...]) -> FoundRows:
         """Return the rows of the inactive sites of these regions."""
-        flags, number = self._flags(base, regions)
-        return self._found(base, ~flags, number)
+        flags, number = self.flags(base, regions)
+        return self._found(base, ~flags[:-2], number)
 
     def missing(self, base: str, pairs: Sequence[Pair]) -> FoundRows:
         """Return the rows of sites that are active in the second region of a pair alone."""
-        flags, number = self._flags(base, tuple(dict.fromkeys(chain(*pairs))))
+        flags, number = self.flags(base, tuple(dict.fromkeys(chain(*pairs))))
         sets = [(number[before], number[after]) for before, after in pairs]
         distinct = {pair: i for i, pair in enumerate(dict.fromkeys(sets))}
         before, after = (list(column) for column in zip(*distinct, strict=True))
@@ -85,8 +85,11 @@ class RowSets:
         }
         return self._found(base, flags[after] & ~flags[before], found)
 
-    def _flags(self, base: str, regions: tuple[int, ...]) -> tuple[Flags, dict[SetKey, int]]:
-        """Return (sets, rows) flags, True for active sites, and the set of each region."""
+    def flags(self, base: str, regions: tuple[int, ...]) -> tuple[Flags, dict[SetKey, int]]:
+        """Return (sets, rows) flags, True for active sites, and the set of each region.
+
+        Two more sets follow: one of all rows, and one of none.
+        """
         known = self._known.get(base)
         if known is not None and known[1].keys() >= set(regions):
             return known
@@ -94,9 +97,11 @@ class RowSets:
         distinct = {firsts: i for i, firsts in enumerate(dict.fromkeys(alike))}
         columns = zip(self._sites, self._batches, zip(*distinct, strict=True), strict=True)
         each = [own for sites, n, of in columns for own in repeat(sites.flags(base, of), n)]
-        flags = np.concatenate(list(chain.from_iterable(zip(*each, strict=True))))
+        found = b"".join(chain.from_iterable(zip(*each, strict=True)))
+        rows = len(found) // max(len(distinct), 1)
+        flags = np.frombuffer(found + b"\1" * rows + bytes(rows), bool)
         number: dict[SetKey, int] = {r: distinct[a] for r, a in zip(regions, alike, strict=True)}
-        self._known[base] = flags.reshape(len(distinct), -1), number
+        self._known[base] = flags.reshape(len(distinct) + 2, -1), number
         return self._known[base]
 
     def _found(self, base: str, flags: Flags, number: dict[SetKey, int]) -> FoundRows:

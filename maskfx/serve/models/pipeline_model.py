@@ -127,6 +127,7 @@ class PipelineModel:
             ranks=ranks,
             rank_timeout=self.settings.rank_timeout,
             rounds=ElasticRounds() if ranks > 1 else None,
+            admission=None,  # the front end has decided by slack what it sends
         )
 
     def _helper_pays(self, family: PipelineSet, programs: Path | None) -> bool:

@@ -380,3 +380,37 @@ def test_rows_that_are_kept_twice_count() -> None:
     assert kept is not None
     assert bytes_of[1] - bytes_of[0] == sum(rows.nbytes for rows in kept.rows.values()) > 0
     assert all(isinstance(rows, Tensor) for rows in kept.rows.values())
+
+
+def test_calls_choose_together_what_each_chooses_alone() -> None:
+    """With several judges and settings, and where some of them leave in the middle of a step."""
+    draw = np.random.default_rng(3)
+    table = TableJudge(draw.random((4, 3, 4, 16)) < 0.5, {})
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (Threshold(0.5), {}),
+        (table, {"sets": "alike"}),
+        (Threshold(0.5), {"age": 1}),
+        (table, {}),
+        (Chosen(lambda features: features.change > features.noise), {}),
+        (Chosen(lambda features: features.age > 1), {}),
+    ]
+    states = [StretchState(4, 5 + n, reported={2, 4}) for n in range(len(kinds))]
+    for state in states:
+        state.advance(draw.random(state.age.shape) < 0.5, None)
+
+    def choices() -> list[PatchChoice]:
+        each = zip(states, kinds, strict=True)
+        return [choice_of(state, judge, 0.4, **more) for state, (judge, more) in each]
+
+    together, alone = choices(), choices()
+    for stretch in range(1, 5):
+        left = slice(0, 6 if stretch < 3 else 4)
+        changes = [draw.random(s.patches) if draw.random() < 0.7 else None for s in states]
+        found = choose_patches(together[left], stretch, changes[left])
+        for number, mask in enumerate(found):
+            [wanted] = choose_patches([alone[number]], stretch, [changes[number]])
+            assert mask == wanted
+    for one, other in zip(together, alone, strict=True):
+        assert np.array_equal(one.computed, other.computed)
+        assert np.array_equal(one.changes, other.changes, equal_nan=True)
+        assert one.chosen == other.chosen

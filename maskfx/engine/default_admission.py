@@ -1,0 +1,71 @@
+"""DefaultAdmission: the policy of an engine that was given none; it acts where there are deadlines.
+
+Requests begin at once, as without a policy, while none of those that wait or step has a deadline,
+and until enough steps were measured to predict further ones. After that the server's scheduler
+decides. It is looked up by its name when the first deadline is seen, as public names of the package
+are, so the engine doesn't import the server; without maskfx[serve] requests always begin at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from math import isfinite
+from typing import Literal
+
+from maskfx.engine.admission_policy import AdmissionDecision, AdmissionPolicy
+from maskfx.engine.round_policy import RoundCall, StepLoad
+
+Default = Literal["default"]
+
+log = logging.getLogger(__name__)
+
+HOME, NAME = "maskfx.serve.scheduling.slack_admission", "SlackAdmission"
+MEASURED = 8  # steps, from which on costs are known
+
+
+class DefaultAdmission:
+    """Lets requests begin at once, or by slack where there are deadlines.
+
+    `policy` decides then; it is None until there is a deadline, and where it can't be imported.
+    """
+
+    def __init__(self) -> None:
+        self.policy: AdmissionPolicy | None = None
+        self._looked_up = False
+        self._measured = 0  # steps
+
+    @property
+    def has_measured(self) -> bool:
+        """Return True if enough steps were measured to predict others."""
+        return self._measured >= MEASURED
+
+    def acts(self, dues: Iterable[float]) -> bool:
+        """Return True if there is a policy, and a deadline among those of the present requests."""
+        if not any(map(isfinite, dues)):
+            return False
+        if not self._looked_up:
+            self._looked_up, self.policy = True, slack_admission()
+        return self.policy is not None
+
+    def decide(
+        self, now: float, waiting: Sequence[RoundCall], active: Sequence[RoundCall], slots: int
+    ) -> AdmissionDecision:
+        assert self.policy is not None, "acts() is asked first"
+        return self.policy.decide(now, waiting, active, slots)
+
+    def learn(self, batch: Sequence[StepLoad], seconds: float) -> None:
+        if self.policy is not None:
+            self._measured += 1
+            self.policy.learn(batch, seconds)
+
+
+def slack_admission() -> AdmissionPolicy | None:
+    """Return the server's scheduler as a policy; None if what it needs isn't installed."""
+    try:
+        found: AdmissionPolicy = getattr(import_module(HOME), NAME)()
+    except ImportError as error:
+        log.info("requests with deadlines begin at once (%s): install maskfx[serve]", error)
+        return None
+    return found
