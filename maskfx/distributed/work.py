@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from maskfx import ops
 from maskfx.distributed.partition import Partition
 from maskfx.ir.lanes import is_text
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
-from maskfx.runtime.batch.flops import RowCounter, meta_inputs, row_flops
+from maskfx.ir.sources import Rest
+from maskfx.runtime.batch.flops import RowCounter, count_rows, meta_inputs
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.sites.active import ActiveSites
 
@@ -27,11 +30,14 @@ class Work:
         once: Those that each rank with a share computes, such as the modulations of a request.
         text: Those of the rows of its text.
         sites: Those of its active sites.
+        heads: Those of attentions whose heads ranks may divide, by the number of heads of keys;
+            they are among the FLOPs of text and sites.
     """
 
     once: float
     text: float
     sites: float
+    heads: tuple[tuple[int, float], ...] = ()
 
     @property
     def total(self) -> float:
@@ -108,7 +114,9 @@ class WidthCounter(RowCounter):
 def work_of(program: Program, member: Member) -> Work:
     """Return the FLOPs of a member; those of a row set with text and sites by their rows."""
     once = text = sites = 0.0
-    for segments, flops in row_flops(program, member.sites, member.batch).items():
+    counter = count_rows(program, member.sites, member.batch)
+    for rowset, flops in counter.flops.items():
+        segments = program.interface.pyramid.base_segments(rowset)
         counts = {segment: member.sites.active_count(segment) for segment in segments}
         rows = sum(counts.values())
         if not rows:
@@ -116,4 +124,16 @@ def work_of(program: Program, member: Member) -> Work:
             continue
         own = flops * sum(n for segment, n in counts.items() if is_text(segment)) / rows
         text, sites = text + own, sites + flops - own
-    return Work(once, text, sites)
+    return Work(once, text, sites, head_flops(program, counter))
+
+
+def head_flops(program: Program, counter: RowCounter) -> tuple[tuple[int, float], ...]:
+    """Return the FLOPs of attentions to cached keys, by their number of heads."""
+    found: Counter[int] = Counter()
+    for node, (_, flops) in counter.by_node.items():
+        if node.target is not ops.attend or not isinstance(node.args[3], fx.Node):
+            continue
+        source = program.interface.inputs.get(str(node.args[3].target))
+        if isinstance(source, Rest) and node.args[8] is None:
+            found[program.interface.taps[source.tap].shape[0]] += flops
+    return tuple(sorted(found.items()))
