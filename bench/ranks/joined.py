@@ -5,8 +5,9 @@
 
 A UNet's window after a norm reads border rows of other ranks, and the norm their moments: in one
 message, or in two. Per batch (a dense member, an edit of 11 % of the sites): exchanges of a step,
-bytes that both ranks send, seconds, and CPU time of both ranks, both sides in turn. Writes ranks-joined-SHAPE.json to
-bench/results (with -gloo for gloo). With fewer idle cores than ranks, the ratios mean little.
+bytes that both ranks send, seconds, and CPU time of both ranks, both sides in turn. Writes
+ranks-joined-SHAPE.json to bench/results (with -gloo for gloo). With fewer idle cores than ranks,
+the ratios of seconds mean little.
 """
 
 from __future__ import annotations
