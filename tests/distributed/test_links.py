@@ -22,6 +22,7 @@ from maskfx.distributed.rank_step import RankPrograms
 from maskfx.distributed.step_costs import Exchanges, exchanges_of, sent_bytes, step_seconds
 from maskfx.distributed.work import RankWork, Work
 from maskfx.ir.head_sources import AttentionWay
+from maskfx.runtime.batch.flops import row_flops
 from tests.distributed import tiny
 from tests.distributed.test_ranks import BOUND, error
 from tests.factories.masks import MASKS
@@ -281,3 +282,17 @@ def test_heads_are_divided_where_that_costs_less() -> None:
     assert [chosen(ranks, bytes_alone) for ranks in (1, 2, 3)] == ["gathered", "gathered", "heads"]
     assert chosen(3, LinkCosts(exchange=1.0, load=0.0, send=1e-9)) == "gathered"
     assert chosen(3, LinkCosts(exchange=0.0, load=0.0, send=1e-9, flop=1.0)) == "gathered"
+
+
+@pytest.mark.parametrize("kind", [tiny.Tiny, tiny.Joint, tiny.Sigmoid])
+def test_the_work_of_an_edit_is_counted_once_for_all_masks(kind: Callable[[], nn.Module]) -> None:
+    """It follows from the rows alone, and is what a count at these sites gives."""
+    denoiser, inputs, known = tiny.compiled(kind), tiny.inputs(1, 12, 12), RankWork()
+    cache = denoiser.record(**inputs)[1]
+    for seed in range(2):
+        mask = MASKS["random"]((12, 12), seed)
+        for program, (member,) in denoiser.members([EditStep(inputs, mask, cache)]):
+            work = known.of(program, member)
+            counted = sum(row_flops(program, member.sites, member.batch).values())
+            assert work.total == pytest.approx(counted)
+    assert len(list(known._whole.items())) == 1
