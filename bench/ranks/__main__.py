@@ -34,13 +34,14 @@ from maskfx import DenseStep, EditStep
 from maskfx.distributed.links import LinkCosts
 from maskfx.distributed.measured_steps import WHOLE
 from maskfx.distributed.rank_group import RankGroup
+from maskfx.ir.head_sources import AttentionWay
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.member import Member
 
 SIDE, SHARE = 64, 0.11
 SEEDS = 0, 40, 80  # of one timestep
-GATHERED, BY_RANK = LinkCosts(load=0.0), LinkCosts(exchange=0.0)
-WHOLE_TEXT = LinkCosts(load=0.0, send=1.0)  # the text is computed by each rank
+SHARED_TEXT = LinkCosts()
+WHOLE_TEXT = LinkCosts(send=1.0)  # the text is computed by each rank
 
 
 def centre(side: int, share: float) -> torch.Tensor:
@@ -59,15 +60,15 @@ def measure(shape: Shape, rounds: int, share: float) -> list[dict[str, Any]]:
     mask = shape.as_mask(centre(shape.size.height, share))
     edits = [EditStep(shape.inputs(seed), mask, cache) for seed in SEEDS[1:]]
     dense = [DenseStep(shape.inputs(SEEDS[1]))]
-    batches: dict[str, tuple[list[Any], LinkCosts]] = {
-        "dense": (dense, GATHERED),
-        "edit, gathered": (edits[:1], GATHERED),
-        "edit, keys by rank": (edits[:1], BY_RANK),
-        "two edits": (edits, GATHERED),
+    batches: dict[str, tuple[list[Any], LinkCosts, AttentionWay]] = {
+        "dense": (dense, SHARED_TEXT, "gathered"),
+        "edit, gathered": (edits[:1], SHARED_TEXT, "gathered"),
+        "edit, keys by rank": (edits[:1], SHARED_TEXT, "keys by rank"),
+        "two edits": (edits, SHARED_TEXT, "gathered"),
     }
     if not shape.has_convolutions:
-        batches["dense, whole text"] = dense, WHOLE_TEXT
-        batches["edit, gathered, whole text"] = edits[:1], WHOLE_TEXT
+        batches["dense, whole text"] = dense, WHOLE_TEXT, "gathered"
+        batches["edit, gathered, whole text"] = edits[:1], WHOLE_TEXT, "gathered"
     group = RankGroup(denoiser, 2)
     try:
         rows = [row_of(group, name, *batch, rounds) for name, batch in batches.items()]
@@ -90,7 +91,12 @@ def batch_of(denoiser: maskfx.CompiledDenoiser, steps: list[Any]) -> tuple[Progr
 
 
 def row_of(
-    group: RankGroup, name: str, steps: list[Any], costs: LinkCosts, rounds: int
+    group: RankGroup,
+    name: str,
+    steps: list[Any],
+    costs: LinkCosts,
+    attention: AttentionWay,
+    rounds: int,
 ) -> dict[str, Any]:
     group.given_costs = costs
     parts: dict[int, list[Any]] = {1: [], 2: []}
@@ -100,7 +106,8 @@ def row_of(
     partition = ways[WHOLE if len(members) > 1 else 2][0]
 
     def run(ranks: int) -> None:
-        group.denoiser.step(steps, group.on(ranks, partition if ranks == 2 else None))
+        given = (partition, attention) if ranks == 2 else ()
+        group.denoiser.step(steps, group.on(ranks, *given))
         parts[ranks] = [part for part in group.last if part is not None]
 
     times = alternate({str(n): lambda _, n=n: run(n) for n in (1, 2)}, rounds + 1)

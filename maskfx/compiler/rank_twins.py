@@ -8,15 +8,17 @@ from torch import fx
 from torch._C import FunctionSchema
 
 from maskfx import ops
+from maskfx.ir.head_sources import AttentionWay, ByHead
 from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import Interface, Program
 from maskfx.ir.sources import Exchanged, Merged, Source
 from maskfx.passes.add_exchanges import add_exchanges
 from maskfx.passes.context import PassContext, Unsupported
+from maskfx.passes.join_exchanges import join_exchanges
 from maskfx.passes.pipeline import Pass, run_passes
 
 # What an exchange sends: rows by a table, or a value of each request: its moments, or its sums.
-Sent = Exchanged | Merged | str
+Sent = Exchanged | Merged | ByHead | str
 
 MOMENTS, SUMS = "moments", "sums"
 
@@ -29,43 +31,64 @@ class SplitProgram:
         program: The program, with further inputs; its code is the whole program's.
         exchanges: By number, what ranks send each other in a step.
         recorded: The same of the graph that records.
+        gathered: Where ranks divide heads, why attentions gather keys, by their nodes' names.
     """
 
     program: Program
     exchanges: dict[int, Sent]
     recorded: dict[int, Sent]
+    gathered: dict[str, str]
+
+    def attends(self, way: AttentionWay) -> bool:
+        """Return True if an attention is divided in a way other than by gathered keys."""
+        kinds = set(map(type, self.exchanges.values()))
+        return way != "gathered" and (Merged if way == "keys by rank" else ByHead) in kinds
 
 
-def split_program(program: Program, keys_by_rank: bool) -> SplitProgram | str:
+def split_program(
+    program: Program, attention: AttentionWay = "gathered", joined: bool = True
+) -> SplitProgram | str:
     """Return a program's graphs for a rank, or why they can't be split.
 
     Args:
         program: The whole program, which stays as it is.
-        keys_by_rank: Exchange queries and partial results of attentions to cached keys, of which
-            each rank then reads its share; else keys and values are exchanged.
+        attention: How ranks attend. "gathered": keys and values are exchanged. "keys by rank":
+            queries and partial results of attentions to cached keys are exchanged, and each rank
+            reads its share of these keys. "heads": each rank gets all rows for its share of the
+            heads, and returns the results.
+        joined: Whether border rows travel with the moments of the norm before them; rows of late
+            members don't.
     """
     inputs: dict[str, Source] = {}
+    gathered: dict[str, str] = {}
     try:
-        module, sent = with_exchanges(program.module, program.interface, inputs, keys_by_rank)
+        module, sent = with_exchanges(
+            program.module, program.interface, inputs, attention, gathered, joined
+        )
         recording, recorded = with_exchanges(
-            program.recording, program.interface, inputs, keys_by_rank
+            program.recording, program.interface, inputs, attention, {}, joined
         )
     except Unsupported as refused:
         return str(refused)
     interface = replace(program.interface, inputs=inputs)
     own = replace(program, module=module, recording=recording, interface=interface)
-    return SplitProgram(own, sent, recorded)
+    return SplitProgram(own, sent, recorded, gathered)
 
 
 def with_exchanges(
-    module: fx.GraphModule, interface: Interface, inputs: dict[str, Source], keys_by_rank: bool
+    module: fx.GraphModule,
+    interface: Interface,
+    inputs: dict[str, Source],
+    attention: AttentionWay,
+    gathered: dict[str, str],
+    joined: bool,
 ) -> tuple[fx.GraphModule, dict[int, Sent]]:
     """Return a copy of a graph with exchanges, and what they send; add its inputs to `inputs`."""
     graph = fx.Graph(owning_module=module)
     graph.output(graph.graph_copy(module.graph, {}))
     own = replace(interface, inputs=dict(interface.inputs))
-    ctx = PassContext(own, {}, keys_by_rank=keys_by_rank)
-    run_passes(graph, ctx, (Pass(add_exchanges),))
+    ctx = PassContext(own, {}, attention=attention, gathered=gathered)
+    run_passes(graph, ctx, (Pass(add_exchanges), Pass(join_exchanges))[: 1 + joined])
     for node in graph.find_nodes(op="placeholder"):
         if not node.users:
             graph.erase_node(node)
@@ -83,7 +106,7 @@ def exchanges_of(graph: fx.Graph, interface: Interface) -> dict[int, Sent]:
         number = node.args[-1]
         assert isinstance(number, int), node.format_node()
         sources = [interface.inputs.get(str(n.target)) for n in node.all_input_nodes]
-        tables = [source for source in sources if isinstance(source, Exchanged | Merged)]
+        tables = [source for source in sources if isinstance(source, Exchanged | Merged | ByHead)]
         values = MOMENTS if node.target is ops.peer_moments else SUMS
         found[number] = replace(tables[0], part="send") if tables else values
     return found

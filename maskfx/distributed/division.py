@@ -6,13 +6,16 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from maskfx.compiler.rank_twins import SplitProgram
+from maskfx.distributed.attention_ways import attention_seconds
 from maskfx.distributed.links import LinkCosts, shared_texts
 from maskfx.distributed.measured_steps import WHOLE, MeasuredSteps
 from maskfx.distributed.partition import Partition, divisions
 from maskfx.distributed.rank_step import RankPrograms
 from maskfx.distributed.step_costs import Exchanges, exchanges_of, step_seconds
 from maskfx.distributed.work import RankWork
+from maskfx.ir.head_sources import WAYS, AttentionWay
 from maskfx.ir.program import Program
+from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 
 Ways = dict[int, tuple[Partition, float]]
@@ -28,26 +31,39 @@ class Divider:
     def __init__(self, programs: RankPrograms) -> None:
         self.work, self.measured = RankWork(), MeasuredSteps()
         self._programs = programs
-        self._exchanges: dict[str, Exchanges] = {}  # by the code of a program
+        # by the code of a program
+        self._exchanges: dict[tuple[str, AttentionWay], Exchanges] = {}
 
-    def exchanges(self, program: Program, member: Member) -> Exchanges:
-        if program.code not in self._exchanges:
+    def exchanges(
+        self, program: Program, member: Member, way: AttentionWay = "gathered"
+    ) -> Exchanges:
+        key = program.code, way
+        if key not in self._exchanges:
             widths = self.work.widths(program, member)
-            self._exchanges[program.code] = exchanges_of(self._split(program), widths)
-        return self._exchanges[program.code]
+            self._exchanges[key] = exchanges_of(self._splits(program)[way], widths)
+        return self._exchanges[key]
+
+    def exchange_counts(self, program: Program) -> dict[AttentionWay, int]:
+        """Return the number of exchanges of a step by the way in which ranks attend."""
+        return {way: len(split.exchanges) for way, split in self._splits(program).items()}
 
     def ways(
         self, program: Program, members: Sequence[Member], ranks: int, costs: LinkCosts
     ) -> Ways:
         """Return, by degree, the shares of a batch's members and the predicted seconds."""
         work = [self.work.of(program, member) for member in members]
-        split, exchanges = self._split(program), self.exchanges(program, members[0])
+        splits = self._splits(program)
+        sending = [
+            self.exchanges(program, members[0], way) for way in splits if way != "keys by rank"
+        ]
         found: Ways = {}
         flop = self.work.flop(costs.flop)
         for shares in divisions([one.total for one in work], ranks):
-            texts = shared_texts(split, members, work, shares, costs, flop)
+            texts = shared_texts(splits["gathered"], members, work, shares, costs, flop)
             way = replace(shares, texts=texts)
-            seconds = step_seconds(exchanges, members, work, way, costs, flop)
+            seconds = min(
+                step_seconds(exchanges, members, work, way, costs, flop) for exchanges in sending
+            )
             found.setdefault(degree_of(way), (way, seconds))
         return found
 
@@ -66,6 +82,25 @@ class Divider:
         seconds = {degree: predicted for degree, (_, predicted) in ways.items()}
         kind, flops = self._kind(program, members, ranks)
         return ways[self.measured.best(kind, flops, seconds)][0]
+
+    def attention(
+        self,
+        program: Program,
+        frame: Frame,
+        members: Sequence[Member],
+        partition: Partition,
+        costs: LinkCosts,
+    ) -> dict[AttentionWay, float]:
+        """Return the predicted seconds of a batch by the way in which its ranks attend."""
+        splits = self._splits(program)
+        if not any(partition.cut):
+            return {"gathered": 0.0}
+        work = [self.work.of(program, member) for member in members]
+        exchanges: dict[AttentionWay, Exchanges] = {
+            way: self.exchanges(program, members[0], way) for way in splits if way != "keys by rank"
+        }
+        flop = self.work.flop(costs.flop)
+        return attention_seconds(splits, exchanges, frame, members, work, partition, costs, flop)
 
     def note(
         self,
@@ -96,10 +131,15 @@ class Divider:
         flops = sum(self.work.of(program, member).total for member in members)
         return (program.code, len(members), ranks), flops
 
-    def _split(self, program: Program) -> SplitProgram:
-        split = self._programs.split(program, False)
-        assert isinstance(split, SplitProgram), split
-        return split
+    def _splits(self, program: Program) -> dict[AttentionWay, SplitProgram]:
+        """Return the split programs of the ways that differ from gathered keys, and of these."""
+        found: dict[AttentionWay, SplitProgram] = {}
+        for way in WAYS:
+            split = self._programs.split(program, way)
+            if isinstance(split, SplitProgram) and (way == "gathered" or split.attends(way)):
+                found[way] = split
+        assert "gathered" in found, self._programs.refusal(program)
+        return found
 
 
 def degree_of(partition: Partition) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from maskfx.compiler.rank_twins import Sent
 from maskfx.distributed.layout import RankLayout
 from maskfx.distributed.process_group import Transfer
-from maskfx.distributed.tables import received_rows, scale_of
+from maskfx.distributed.tables import owners_of, received_rows, scale_of
 from maskfx.ir.sources import Exchanged
 from maskfx.ops.exchange import Group
 
@@ -117,11 +117,10 @@ class ExchangeOrigins:
 
 def senders(layout: RankLayout, sent: Exchanged) -> list[Tensor]:
     """Return, by rank, the member of each row that the layout's rank receives of it."""
-    bases = torch.tensor(layout.starts(sent.segments)[0]).flatten()
-    members = torch.tensor([member for member, _ in layout.owners()]).repeat(len(sent.segments))
+    members = torch.tensor([member for member, _ in layout.owners()])
     received = received_rows(*layout.exchanged(sent.segments, sent.reader))[layout.rank]
     scale = scale_of(sent.reader)
-    return [members[torch.searchsorted(bases, rows // scale, right=True) - 1] for rows in received]
+    return [members[owners_of(layout, sent.segments, rows // scale)] for rows in received]
 
 
 def places_of(members: Tensor) -> dict[int, Tensor | None]:

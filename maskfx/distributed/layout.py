@@ -13,22 +13,28 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from maskfx.distributed.head_tables import head_table
 from maskfx.distributed.lines import rank_lines, read_same_lines
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.tables import (
     TableRead,
     exchange_tables,
     merge_tables,
+    owners_of,
     read_part,
     scale_of,
     scaled,
 )
 from maskfx.ir.lanes import fixed_count, is_image, is_text
 from maskfx.ir.sources import (
+    ByHead,
     Cached,
     Enter,
     Exchanged,
     Halo,
+    HeadRest,
+    HeadRestSpans,
+    HeadSpans,
     Kept,
     KeySpans,
     Lines,
@@ -42,6 +48,7 @@ from maskfx.ir.sources import (
     Places,
     Reader,
     ReadLines,
+    ReadOwner,
     ReadSpans,
     Rest,
     RestShare,
@@ -68,7 +75,7 @@ class RankLayout(Layout):
     rank: int = 0
     _reads: dict[Hashable, TableRead] = field(default_factory=dict)
     _own: dict[tuple[int, str], Tensor] = field(default_factory=dict)
-    _exchanges: dict[Hashable, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    _exchanges: dict[object, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
     # Rows of a rank.
 
@@ -194,24 +201,24 @@ class RankLayout(Layout):
 
     def on_host(self, source: object) -> bool:
         match source:
-            case Exchanged("counts") | Merged("counts") | Peers():
-                return True
-            case ReadSpans() | KeySpans() | OwnSpans() | RestShareSpans():
-                return True
+            case Exchanged() | Merged() | ByHead():
+                return source.part == "counts"
             case ReadLines(lines):
                 return super().on_host(lines)
-        return super().on_host(source)
+        return isinstance(source, ON_HOST) or super().on_host(source)
 
     def table(self, source: object) -> Tensor:
         match source:
             case Owner(segments):
                 each = torch.arange(sum(self.batches))
-                counts = [torch.tensor(self.counts(s), dtype=torch.long) for s in segments]
-                return torch.cat([each.repeat_interleave(count) for count in counts])
+                counts = (torch.tensor(self.counts(s), dtype=torch.long) for s in segments)
+                return torch.cat(list(map(each.repeat_interleave, counts)))
             case Exchanged(part, segments, reader):
                 return self.exchange(segments, reader)[PARTS.index(part)]
             case Merged(part, segments):
                 return self.merge(segments)[PARTS.index(part)]
+            case ReadOwner(segments, reader):
+                return owners_of(self, segments, self._needed_rows(segments, reader, self.rank))
             case ReadSpans(segments):
                 return self._spans([self._read_counts(s) for s in segments])
             case KeySpans(segments):
@@ -219,11 +226,8 @@ class RankLayout(Layout):
             case OwnSpans(segments):
                 return self._spans_of_own(segments, lambda _: False)
             case Places(segments):
-                read, held = (
-                    self._needed_rows(segments, None, self.rank),
-                    self.positions(segments, self.rank),
-                )
-                return torch.searchsorted(read, held)
+                read = self._needed_rows(segments, None, self.rank)
+                return torch.searchsorted(read, self.positions(segments, self.rank))
             case Peers():
                 return torch.tensor(self.partition.peers(self.rank), dtype=torch.long)
             case RestShareSpans(segments):
@@ -237,6 +241,8 @@ class RankLayout(Layout):
                 return self._picking(source)
             case Lines() | ReadLines():
                 return rank_lines(source, self)
+            case ByHead() | HeadSpans() | HeadRest() | HeadRestSpans():
+                return head_table(source, self, self._exchanges)
         return super().table(source)
 
     def _read_counts(self, segment: str) -> list[int]:
@@ -329,11 +335,9 @@ class RankLayout(Layout):
             case RestShare(_, segments):
                 return [s.laid_out(segments, self._rest_part(m)) for m, s in enumerate(self.sites)]
             case Rest() | Kept():
-                whole = super().picks(source)
-                return [
-                    index if self.partition.has_part(m, self.rank) else index[:0]
-                    for m, index in enumerate(whole)
-                ]
+                own = self.partition.has_part
+                picks = enumerate(super().picks(source))
+                return [index if own(m, self.rank) else index[:0] for m, index in picks]
         raise AssertionError(f"no rows are picked for {source}")
 
     def _extras(self, reader: Reader, cached: Callable[[ActiveSites], Tensor]) -> list[Tensor]:
@@ -393,3 +397,4 @@ class RankLayout(Layout):
 
 
 PARTS = ("send", "counts", "order")
+ON_HOST = ReadSpans | KeySpans | OwnSpans | RestShareSpans | HeadSpans | HeadRestSpans | Peers

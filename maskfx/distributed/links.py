@@ -1,4 +1,4 @@
-"""LinkCosts: which ways of splitting attention and the rows of texts cost less time."""
+"""LinkCosts: what exchanges cost; and which texts' rows ranks share."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from maskfx.distributed.partition import Partition
 from maskfx.distributed.work import Work
 from maskfx.ir.lanes import is_image, is_text
 from maskfx.ir.program import Program
-from maskfx.ir.sources import Exchanged, Merged, Rest, RestShare
-from maskfx.runtime.batch.frame import Frame
+from maskfx.ir.sources import Exchanged, Rest, RestShare
 from maskfx.runtime.batch.member import Member
 
 
@@ -34,38 +33,6 @@ class LinkCosts:
     load: float = 2.5e-10
     send: float = 1e-9
     flop: float = 2.5e-11
-
-
-def prefers_keys_by_rank(
-    gathered: SplitProgram,
-    by_rank: SplitProgram,
-    frame: Frame,
-    members: Sequence[Member],
-    partition: Partition,
-    costs: LinkCosts,
-) -> bool:
-    """Return True if attentions to cached keys cost less with each rank's share of the keys.
-
-    Gathering keys and values sends as many bytes as gathering queries and returning partial
-    results. The latter takes one exchange more per attention, and a rank then reads its share of
-    the cached keys and values, not all of them.
-
-    Args:
-        gathered: The program that exchanges keys and values.
-        by_rank: The one whose ranks read their share of cached keys.
-        frame: The whole batch.
-        members: Its members.
-        partition: The ranks' shares of them.
-        costs: What exchanges and loads cost.
-    """
-    most = max(sum(share > 0 for share in own) for own in partition.shares)
-    names = shared_keys(gathered, by_rank)
-    if most == 1 or not names:
-        return False
-    nbytes = sum(frame.loaded_bytes(members, names).values())
-    saved = costs.load * nbytes * (1 - 1 / most)
-    attentions = sum(isinstance(sent, Merged) for sent in by_rank.exchanges.values())
-    return saved > costs.exchange * attentions
 
 
 def shared_keys(gathered: SplitProgram, by_rank: SplitProgram) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from maskfx.distributed.late_group import LateMember
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_step import RankPart
+from maskfx.ir.head_sources import AttentionWay
 from maskfx.runtime.cache.shared_block import RollingContents, RollingState
 from maskfx.runtime.execution.twins import Changed
 from maskfx.runtime.steps import AnyStep
@@ -78,7 +79,8 @@ class PartRequest:
         partition: The ranks' shares.
         ranks: Their numbers in the world group.
         place: The place of this rank among them.
-        keys_by_rank: See `maskfx.compiler.rank_twins.split_program`.
+        attention: See `maskfx.compiler.rank_twins.split_program`.
+        joined: See `maskfx.compiler.rank_twins.split_program`.
         late: How the exchanges of each member are late; empty if all members wait.
         late_bytes: The bytes of others' rows that a rank may hold between steps.
         ended: Requests whose rows are no longer needed.
@@ -95,7 +97,8 @@ class PartRequest:
     partition: Partition
     ranks: tuple[int, ...]
     place: int
-    keys_by_rank: bool
+    attention: AttentionWay
+    joined: bool
     late: tuple[LateMember | None, ...] = ()
     late_bytes: int = 0
     ended: tuple[int, ...] = ()

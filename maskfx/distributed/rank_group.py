@@ -20,7 +20,7 @@ from maskfx.distributed.batch import RankBatch
 from maskfx.distributed.division import Divider
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.late_runs import Division, LateRuns, Members, cut_evenly
-from maskfx.distributed.links import LinkCosts, prefers_keys_by_rank
+from maskfx.distributed.links import LinkCosts
 from maskfx.distributed.messages import PartRequest, PartResult, RankRequest, WholeRequest
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.processes import RankFailure, RankProcesses
@@ -29,6 +29,7 @@ from maskfx.distributed.rank_step import RankPrograms, joined
 from maskfx.distributed.restarts import Restarts
 from maskfx.distributed.ring_link import RINGS
 from maskfx.errors import InputError
+from maskfx.ir.head_sources import AttentionWay
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
@@ -92,6 +93,7 @@ class RankGroup:
         self.failures = 0  # steps that ran again because a rank failed
         self.computed_here = 0  # batches computed in this process instead
         self.last: list[PartResult | None] = []  # by rank, of the last batch that was split
+        self.joined = True  # border rows travel with moments, unless members are late
         self.late, self.late_bytes = LateRuns(self._free_ended), late_bytes
         self._programs = RankPrograms(denoiser.settings)
         self.divider = Divider(self._programs)
@@ -113,17 +115,23 @@ class RankGroup:
         """Compute a batch on all ranks."""
         return self.compute(program, recording, frame, calls, members)
 
-    def on(self, ranks: int | Sequence[int], partition: Partition | None = None) -> RankSet:
+    def on(
+        self,
+        ranks: int | Sequence[int],
+        partition: Partition | None = None,
+        attention: AttentionWay | None = None,
+    ) -> RankSet:
         """Return what computes a batch on some of the ranks, to pass as `split`.
 
         Args:
             ranks: Their number, or their numbers in the order of the partition's shares.
             partition: The shares of each member in the order of the batch; by default they follow
                 from predicted costs.
+            attention: How the ranks attend, see `split_program`; by default this follows too.
         """
         chosen = tuple(range(ranks) if isinstance(ranks, int) else ranks)
-        if partition is not None:
-            return RankSet(self, chosen, partition)
+        if partition is not None or attention is not None:
+            return RankSet(self, chosen, partition, attention)
         return self._sets.setdefault(chosen, RankSet(self, chosen))
 
     def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
@@ -139,6 +147,7 @@ class RankGroup:
         members: Sequence[Member],
         ranks: Sequence[int] | None = None,
         partition: Partition | None = None,
+        attention: AttentionWay | None = None,
     ) -> object:
         """Compute a batch, within a step of the denoiser; None if it can't be computed on ranks."""
         batch = RankBatch.of(self.denoiser, program, recording, frame, calls, members)
@@ -146,7 +155,7 @@ class RankGroup:
             if not self._divides(batch):
                 break
             try:
-                return self._on_ranks(batch, ranks, partition)
+                return self._on_ranks(batch, ranks, partition, attention)
             except (NoRanks, RankFailure, Unsendable) as why:
                 if not self._repeats(why):
                     break
@@ -210,7 +219,7 @@ class RankGroup:
         if batch.frame.by_stretch:
             log.info("steps of %s whose patches are chosen while they run aren't split", self._name)
             return False
-        why = self._programs.refusal(batch.program, False)
+        why = self._programs.refusal(batch.program)
         if why:
             log.info("steps of %s can't be split: %s", self._name, why)
         return not why
@@ -218,13 +227,17 @@ class RankGroup:
     # Requests to the ranks. The denoiser is unlocked while this thread waits for others.
 
     def _on_ranks(
-        self, batch: RankBatch, ranks: Sequence[int] | None, partition: Partition | None
+        self,
+        batch: RankBatch,
+        ranks: Sequence[int] | None,
+        partition: Partition | None,
+        attention: AttentionWay | None,
     ) -> Any:
         with self.denoiser.unlocked(), self.pool.lease(ranks) as lease:
             with self.denoiser.locked():
                 partition = self._partition(batch, len(lease.ranks), partition)
                 late, divisions = self._late(batch, lease, partition)
-                by_rank = not any(late) and self._keys_by_rank(batch, partition)
+                way = "gathered" if any(late) else attention or self._attention(batch, partition)
                 code, changed = batch.program.code, batch.changed
                 part = PartRequest(
                     [],
@@ -236,7 +249,8 @@ class RankGroup:
                     partition,
                     lease.ranks,
                     0,
-                    by_rank,
+                    way,
+                    self.joined and not any(late),
                     late,
                 )
                 requests = self._requests(lease, part, batch.steps)
@@ -265,19 +279,18 @@ class RankGroup:
         self, batch: RankBatch, lease: Lease, partition: Partition
     ) -> tuple[Members, list[Division]]:
         """Return how the exchanges of each member are late, and how the members are divided."""
-        split = self._programs.split(batch.program, False)
+        split = self._programs.split(batch.program, joined=False)
         assert isinstance(split, SplitProgram), split
         sent = batch.program.code, split.recorded if batch.recording else split.exchanges
         ranks = [lease.processes.all[number] for number in lease.ranks]
         return self.late.choose(batch.steps, batch.members, partition, ranks, sent)
 
-    def _keys_by_rank(self, batch: RankBatch, partition: Partition) -> bool:
-        gathered, by_rank = (self._programs.split(batch.program, keys) for keys in (False, True))
-        if isinstance(gathered, str) or isinstance(by_rank, str):
-            return False
-        return prefers_keys_by_rank(
-            gathered, by_rank, batch.frame, batch.members, partition, self.costs
+    def _attention(self, batch: RankBatch, partition: Partition) -> AttentionWay:
+        """Return the way to attend for which the predicted step is the quickest."""
+        seconds = self.divider.attention(
+            batch.plain, batch.frame, batch.members, partition, self.costs
         )
+        return min(seconds, key=lambda way: seconds[way])
 
     def _free_ended(self) -> None:
         """Let ranks that are free now free the rows of requests that have ended.
@@ -344,9 +357,14 @@ class RankSet:
     """Computes batches, or whole steps, on some ranks of a group."""
 
     def __init__(
-        self, group: RankGroup, ranks: tuple[int, ...], partition: Partition | None = None
+        self,
+        group: RankGroup,
+        ranks: tuple[int, ...],
+        partition: Partition | None = None,
+        attention: AttentionWay | None = None,
     ) -> None:
-        self.group, self.ranks, self.partition = group, ranks, partition
+        self.group, self.ranks = group, ranks
+        self.partition, self.attention = partition, attention
 
     joint = False
 
@@ -374,6 +392,5 @@ class RankSet:
         calls: Sequence[ValidatedCall],
         members: Sequence[Member],
     ) -> Any:
-        return self.group.compute(
-            program, recording, frame, calls, members, self.ranks, self.partition
-        )
+        given = self.ranks, self.partition, self.attention
+        return self.group.compute(program, recording, frame, calls, members, *given)

@@ -146,7 +146,8 @@ class RankState:
             members,
             request.partition,
             group if self.late is None else self.late,
-            request.keys_by_rank,
+            request.attention,
+            request.joined,
         )
         if request.emits is not None:
             wanted = request.emits

@@ -15,6 +15,7 @@ from maskfx.config import Settings
 from maskfx.distributed.late_group import ExchangeOrigins
 from maskfx.distributed.layout import RankLayout
 from maskfx.distributed.partition import Partition
+from maskfx.ir.head_sources import AttentionWay
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
 from maskfx.ir.sources import Cached
@@ -58,14 +59,16 @@ class RankPrograms:
         self._runners: LruCache[Hashable, Run] = LruCache(PROGRAMS)
         self._stacks = StackCache()
 
-    def split(self, program: Program, keys_by_rank: bool) -> SplitProgram | str:
+    def split(
+        self, program: Program, attention: AttentionWay = "gathered", joined: bool = True
+    ) -> SplitProgram | str:
         """Return a program's graphs for a rank, or why they can't be split."""
-        key = program.code, keys_by_rank
-        return self._splits.find(key, lambda: split_program(program, keys_by_rank))
+        key = program.code, attention, joined
+        return self._splits.find(key, lambda: split_program(program, attention, joined))
 
-    def refusal(self, program: Program, keys_by_rank: bool) -> str:
+    def refusal(self, program: Program) -> str:
         """Return why a program can't be split; "" if it can."""
-        found = self.split(program, keys_by_rank)
+        found = self.split(program)
         return found if isinstance(found, str) else ""
 
     def layout(self, whole: Layout, partition: Partition, rank: int) -> RankLayout:
@@ -75,7 +78,7 @@ class RankPrograms:
             lambda: RankLayout(whole.sites, whole.batches, partition=partition, rank=rank),
         )
 
-    def _frame(self, split: SplitProgram, by_rank: bool, layout: RankLayout, whole: Frame) -> Frame:
+    def _frame(self, split: SplitProgram, way: Hashable, layout: RankLayout, whole: Frame) -> Frame:
         def made() -> Frame:
             program = split.program
             return Frame(
@@ -88,7 +91,7 @@ class RankPrograms:
             )
 
         rows = layout.sites, layout.batches, layout.partition, layout.rank
-        return self.frames.find((split.program.code, by_rank, *rows, whole.device), made)
+        return self.frames.find((split.program.code, way, *rows, whole.device), made)
 
     def drop_adapters(self, gone: Collection[int]) -> None:
         """Release the stacks with updates of these ids (of their `Layers`)."""
@@ -100,7 +103,7 @@ class RankPrograms:
         self, program: Program, recording: bool, whole: Layout, partition: Partition, rank: int
     ) -> ExchangeOrigins:
         """Return which member each row that a rank receives belongs to."""
-        split = self.split(program, False)
+        split = self.split(program, joined=False)
         assert isinstance(split, SplitProgram), split
         layout = self.layout(whole, partition, rank)
         return self.received.find(
@@ -117,7 +120,8 @@ class RankPrograms:
         members: Sequence[Member],
         partition: Partition,
         group: Group,
-        keys_by_rank: bool = False,
+        attention: AttentionWay = "gathered",
+        joined: bool = True,
     ) -> RankPart:
         """Compute a rank's part of a batch.
 
@@ -128,12 +132,12 @@ class RankPrograms:
             members: The members, with the values of their inputs.
             partition: The ranks' shares.
             group: The ranks, as this one sees them.
-            keys_by_rank: See `split_program`.
+            attention, joined: See `split_program`.
         """
-        split = self.split(program, keys_by_rank)
+        split, way = self.split(program, attention, joined), (attention, joined)
         assert isinstance(split, SplitProgram), split
         layout = self.layout(whole.layout, partition, group.rank)
-        frame = self._frame(split, keys_by_rank, layout, whole)
+        frame = self._frame(split, way, layout, whole)
         inside = next((m.adapters.inside for m in members if m.adapters is not None), None)
         members = [
             member
@@ -141,7 +145,7 @@ class RankPrograms:
             else replace(member, cache=None, adapters=None)
             for number, member in enumerate(members)
         ]  # a rank may lack the rows and adapters of members that it has no part of
-        run = self._runner(split.program, keys_by_rank, recording, frame, inside is not None)
+        run = self._runner(split.program, way, recording, frame, inside is not None)
         with within(group), adapted([(1, inside)]):
             result = run(frame.fetch(members))
         outputs, emitted = result if recording else (result, ())
@@ -150,7 +154,12 @@ class RankPrograms:
         return RankPart(tuple(outputs), tuple(emitted), loaded)
 
     def _runner(
-        self, own: Program, by_rank: bool, recording: bool, frame: Frame, intercepted: bool
+        self,
+        own: Program,
+        way: Hashable,
+        recording: bool,
+        frame: Frame,
+        intercepted: bool,
     ) -> Run:
         """Return what runs a graph; if its functions are intercepted, operator by operator."""
 
@@ -161,7 +170,7 @@ class RankPrograms:
             module = fused(module, pointwise=ops.has_kernels(frame.device))
             return Runner(module, self.settings.prepack and not recording)
 
-        return self._runners.find((own.code, by_rank, recording, intercepted), made)
+        return self._runners.find((own.code, way, recording, intercepted), made)
 
 
 def joined(

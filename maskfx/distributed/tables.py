@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +43,19 @@ def read_part(table: Tensor, rows: int, extra: int) -> TableRead:
     code[cached] = torch.arange(len(fresh), len(fresh) + len(cached))
     code[rows + extra] = len(fresh) + len(cached)
     return TableRead(code[table], fresh, cached - rows)
+
+
+class BatchRows(Protocol):
+    """Where the rows of a batch lie: a `RankLayout`."""
+
+    def starts(self, segments: tuple[str, ...]) -> tuple[list[list[int]], int]: ...
+
+
+def owners_of(layout: BatchRows, segments: tuple[str, ...], rows: Tensor) -> Tensor:
+    """Return the owner of each of some rows, given by their indices in the whole batch."""
+    starts = torch.tensor(layout.starts(segments)[0])
+    owners = torch.arange(starts.shape[1]).repeat(len(segments))
+    return owners[torch.searchsorted(starts.flatten(), rows, right=True) - 1]
 
 
 def received_rows(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from maskfx import ops
 from maskfx.distributed.partition import Partition
 from maskfx.ir.lanes import is_text
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
-from maskfx.runtime.batch.flops import RowCounter, meta_inputs, row_flops
+from maskfx.ir.sources import Rest
+from maskfx.runtime.batch.flops import RowCounter, RowSet, count_rows, meta_inputs
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.sites.active import ActiveSites
 
@@ -27,11 +30,14 @@ class Work:
         once: Those that each rank with a share computes, such as the modulations of a request.
         text: Those of the rows of its text.
         sites: Those of its active sites.
+        heads: Those of attentions whose heads ranks may divide, by the number of heads of keys;
+            they are among the FLOPs of text and sites.
     """
 
     once: float
     text: float
     sites: float
+    heads: tuple[tuple[int, float], ...] = ()
 
     @property
     def total(self) -> float:
@@ -50,6 +56,7 @@ class RankWork:
     def __init__(self) -> None:
         self._least = float("inf")
         self._known: LruCache[Hashable, Work] = LruCache(256)
+        self._whole: LruCache[Hashable, WholeWork] = LruCache(256)  # by program and sizes
         self._widths: dict[str, dict[str, int]] = {}
 
     def flop(self, assumed: float) -> float:
@@ -63,8 +70,11 @@ class RankWork:
         return min(assumed, self._least)
 
     def of(self, program: Program, member: Member) -> Work:
-        key = program.code, member.sites, member.batch
-        return self._known.find(key, lambda: work_of(program, member))
+        sizes, batch = member.sites.sizes, member.batch
+        kind = program.code, tuple(sizes.items()), batch
+        whole = self._whole.find(kind, lambda: whole_work(program, sizes, batch))
+        key = program.code, member.sites, batch
+        return self._known.find(key, lambda: work_of(whole, member.sites))
 
     def widths(self, program: Program, member: Member) -> dict[str, int]:
         """Return the bytes of a row of each value of a program's graph, by the node's name."""
@@ -105,15 +115,62 @@ class WidthCounter(RowCounter):
         return value
 
 
-def work_of(program: Program, member: Member) -> Work:
-    """Return the FLOPs of a member; those of a row set with text and sites by their rows."""
-    once = text = sites = 0.0
-    for segments, flops in row_flops(program, member.sites, member.batch).items():
-        counts = {segment: member.sites.active_count(segment) for segment in segments}
+@dataclass(frozen=True)
+class WholeWork:
+    """The FLOPs of a member that computes all sites.
+
+    Args:
+        sites: All sites of its sizes.
+        flops: By row set.
+        fixed: By row set, those that masks don't change: sums over all sites, fresh or cached.
+        heads: Of attentions to cached keys, by their number of heads and the queries' row set.
+    """
+
+    sites: ActiveSites
+    flops: Mapping[RowSet, int]
+    fixed: Mapping[RowSet, int]
+    heads: Mapping[tuple[int, RowSet], int]
+
+    def share(self, sites: ActiveSites, rowset: RowSet) -> float:
+        """Return the share of a row set that other sites compute; 1 if it has no rows."""
+        every = sum(map(self.sites.active_count, rowset))
+        return sum(map(sites.active_count, rowset)) / every if every else 1.0
+
+
+def whole_work(program: Program, sizes: dict[str, int], batch: int) -> WholeWork:
+    sites = ActiveSites(program.interface.pyramid, sizes, None)
+    counter = count_rows(program, sites, batch)
+    heads: Counter[tuple[int, RowSet]] = Counter()
+    fixed: Counter[RowSet] = Counter()
+    for node, (rowset, flops) in counter.by_node.items():
+        if node.target is ops.site_product:
+            fixed[rowset] += flops
+        if node.target is not ops.attend or not isinstance(node.args[3], fx.Node):
+            continue
+        source = program.interface.inputs.get(str(node.args[3].target))
+        if isinstance(source, Rest) and node.args[8] is None:
+            heads[program.interface.taps[source.tap].shape[0], rowset] += flops
+    return WholeWork(sites, counter.flops, fixed, heads)
+
+
+def work_of(whole: WholeWork, sites: ActiveSites) -> Work:
+    """Return the FLOPs of a member; those of a row set with text and sites by their rows.
+
+    Each row costs the same whatever is masked: attention reads the keys of all sites, fresh or
+    cached. So masks that were never seen before need no new count.
+    """
+    once = in_text = in_sites = 0.0
+    for rowset, all_flops in whole.flops.items():
+        fixed = whole.fixed.get(rowset, 0)
+        flops = fixed + (all_flops - fixed) * whole.share(sites, rowset)
+        counts = {segment: sites.active_count(segment) for segment in rowset}
         rows = sum(counts.values())
         if not rows:
-            once += flops
+            once += 0.0 if any(map(whole.sites.active_count, rowset)) else flops
             continue
-        own = flops * sum(n for segment, n in counts.items() if is_text(segment)) / rows
-        text, sites = text + own, sites + flops - own
-    return Work(once, text, sites)
+        text = flops * sum(n for segment, n in counts.items() if is_text(segment)) / rows
+        in_text, in_sites = in_text + text, in_sites + flops - text
+    heads: dict[int, float] = {}
+    for (number, rowset), all_flops in whole.heads.items():
+        heads[number] = heads.get(number, 0.0) + all_flops * whole.share(sites, rowset)
+    return Work(once, in_text, in_sites, tuple(sorted(heads.items())))

@@ -19,6 +19,10 @@ from maskfx.ir.adapter_sources import OwnWeights as OwnWeights
 from maskfx.ir.adapter_sources import RankGroups as RankGroups
 from maskfx.ir.adapter_sources import Up as Up
 from maskfx.ir.adapter_sources import Updated as Updated
+from maskfx.ir.head_sources import ByHead as ByHead
+from maskfx.ir.head_sources import HeadRest as HeadRest
+from maskfx.ir.head_sources import HeadRestSpans as HeadRestSpans
+from maskfx.ir.head_sources import HeadSpans as HeadSpans
 from maskfx.ir.lanes import Lane
 from maskfx.ir.pyramid import Window
 
@@ -295,6 +299,14 @@ class OwnSpans:
 
 
 @dataclass(frozen=True)
+class ReadOwner:
+    """`Owner` of the rows of `segments` that a rank reads by a reader."""
+
+    segments: tuple[str, ...]
+    reader: Reader | None
+
+
+@dataclass(frozen=True)
 class Places:
     """For each row that a rank has, its index after an exchange of all rows."""
 
@@ -358,10 +370,15 @@ Source = (
     | ReadLines
     | KeySpans
     | OwnSpans
+    | ReadOwner
     | Places
     | Peers
     | RestShare
     | RestShareSpans
+    | ByHead
+    | HeadSpans
+    | HeadRest
+    | HeadRestSpans
 )
 
 

@@ -15,6 +15,7 @@ from maskfx.ops.base import numbers, wide
 from maskfx.ops.exchange import (
     attend_part,
     exchange,
+    exchange_normed,
     merge_parts,
     peer_moments,
     peer_sums,
@@ -29,6 +30,7 @@ from maskfx.ops.fused import (
     window_product,
 )
 from maskfx.ops.gather import enter, gather
+from maskfx.ops.heads import from_heads, of_heads, to_heads
 from maskfx.ops.kernels import cuda
 from maskfx.ops.kernels.serves import runs_on as has_kernels
 from maskfx.ops.low_rank import add_low_rank
@@ -59,7 +61,10 @@ ALL = (
 FUSED = (window_product, norm_activation, gated, modulate, add_gated, attend_packed)
 
 # of graphs that are split over ranks
-EXCHANGES = (exchange, peer_moments, peer_sums, sum_ranks, attend_part, merge_parts)
+EXCHANGES = (
+    *(exchange, peer_moments, peer_sums, sum_ranks, attend_part, merge_parts),
+    *(exchange_normed, to_heads, from_heads, of_heads),
+)
 cuda.register()
 cpu.register()
 
@@ -82,7 +87,9 @@ __all__ = [
     "chosen",
     "enter",
     "exchange",
+    "exchange_normed",
     "expert_product",
+    "from_heads",
     "gated",
     "gather",
     "group_scale",
@@ -92,6 +99,7 @@ __all__ = [
     "modulate",
     "norm_activation",
     "numbers",
+    "of_heads",
     "owner_product",
     "pair_sum",
     "peer_moments",
@@ -110,6 +118,7 @@ __all__ = [
     "site_pair_sum",
     "site_product",
     "sum_ranks",
+    "to_heads",
     "whole",
     "wide",
     "window_product",

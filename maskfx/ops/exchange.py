@@ -65,9 +65,18 @@ def _exchange(
         number: The exchange's number.
     """
     sent, received = counts.tolist()
+    alone = not any(sent) and not any(received)
+    if alone and all(len(value) == len(order) for value in values):
+        return list(values)  # both are in the batch's order
+    return exchanged(values, send, counts, order, number)
+
+
+def exchanged(
+    values: Sequence[Tensor], send: Tensor, counts: Tensor, order: Tensor, number: int
+) -> list[Tensor]:
+    """Return the rows at the places of `order` in [own rows | received rows] of each value."""
+    sent, received = counts.tolist()
     if not any(sent) and not any(received):
-        if all(len(value) == len(order) for value in values):
-            return list(values)  # both are in the batch's order
         return [value.index_select(0, order) for value in values]
     widths = [value[:1].numel() if len(value) else _width(value) for value in values]
     flat = [value.reshape(len(value), width) for value, width in zip(values, widths, strict=True)]
@@ -115,6 +124,11 @@ def _peer_moments(
     rows: Tensor, rest: Tensor, spans: Tensor, peers: Tensor, groups: int, number: int
 ) -> Tensor:
     """Return count, mean and M2 of the rest, merged with those of the other ranks' rows."""
+    return merged_moments(rest, _from_peers(own_moments(rows, rest, spans, groups), peers, number))
+
+
+def own_moments(rows: Tensor, rest: Tensor, spans: Tensor, groups: int) -> Tensor:
+    """Return (requests, groups, 3): count, mean and M2 of the rows of this rank."""
     kind = wide(rows.dtype)
     own = torch.zeros(rest.shape[0], groups, 3, dtype=kind, device=rows.device)
     for i, span in enumerate(spans.tolist()):
@@ -124,8 +138,12 @@ def _peer_moments(
             spread, mean = torch.var_mean(grouped, 1, correction=0)
             own[i, :, 0], own[i, :, 1] = grouped.shape[1], mean
             own[i, :, 2] = spread * grouped.shape[1]
-    merged = rest.to(kind)
-    for other in _from_peers(own, peers, number):
+    return own
+
+
+def merged_moments(rest: Tensor, others: Sequence[Tensor]) -> Tensor:
+    merged = rest.to(wide(rest.dtype))
+    for other in others:
         merged = merge_moments(merged, other)
     return merged.to(rest.dtype, copy=True).contiguous()
 
@@ -144,6 +162,60 @@ peer_moments = define(
     "-> Tensor",
     _peer_moments,
     lambda rows, rest, *_, **__: torch.empty_like(rest),
+)
+
+
+def _exchange_normed(
+    rows: Tensor,
+    rest: Tensor,
+    spans: Tensor,
+    peers: Tensor,
+    groups: int,
+    send: Tensor,
+    counts: Tensor,
+    order: Tensor,
+    number: int,
+) -> tuple[Tensor, Tensor]:
+    """Exchange rows as `exchange` does and moments as `peer_moments` does, in one message.
+
+    A rank from which rows are read is among the peers.
+    """
+    sent, received = counts.tolist()
+    ranks = peers.tolist()
+    flat = rows.reshape(len(rows), -1)
+    incoming = [flat.new_empty(count, flat.shape[1]) for count in received]
+    others: list[Tensor] = []
+    if ranks:
+        own = own_moments(rows, rest, spans, groups)
+        parts = flat.index_select(0, send).split(sent)
+        outgoing = {rank: _packed(own, parts[rank]) for rank in ranks}
+        arrived = {
+            rank: own.new_empty(own.nbytes + incoming[rank].nbytes, dtype=torch.uint8)
+            for rank in ranks
+        }
+        group_of_step().exchange(outgoing, arrived, number)
+        for rank in ranks:
+            moments, found = arrived[rank].tensor_split([own.nbytes])
+            others.append(moments.view(own.dtype).view(own.shape))
+            incoming[rank] = found.view(flat.dtype).view(incoming[rank].shape)
+    if any(received) or len(order) != len(rows):
+        flat = torch.cat([flat, *incoming]).index_select(0, order)
+    return flat.reshape(len(order), *rows.shape[1:]), merged_moments(rest, others)
+
+
+def _packed(moments: Tensor, rows: Tensor) -> Tensor:
+    """Return the bytes of both."""
+    return torch.cat([part.reshape(-1).view(torch.uint8) for part in (moments, rows)])
+
+
+exchange_normed = define(
+    "exchange_normed(Tensor rows, Tensor rest, Tensor spans, Tensor peers, int groups, "
+    "Tensor send, Tensor counts, Tensor order, int number) -> (Tensor, Tensor)",
+    _exchange_normed,
+    lambda rows, rest, spans, peers, groups, send, counts, order, number: (
+        rows.new_empty(order.shape[0], *rows.shape[1:]),
+        torch.empty_like(rest),
+    ),
 )
 
 

@@ -33,6 +33,7 @@ from maskfx.ir.sources import (
     Spans,
     Subsites,
 )
+from maskfx.passes.attend_by_heads import attend_by_heads, reason_to_gather
 from maskfx.passes.context import Editor, PassContext, Unsupported, aten, node_at, ops, slug
 
 
@@ -42,6 +43,7 @@ def add_exchanges(graph: fx.Graph, ctx: PassContext) -> int:
     Before  y = attend(q, k, v, rest_k, rest_v, ...)
     After   y = attend(q, *exchange([k, v]), rest_k, rest_v, ...)
     or      y = merge_parts(attend_part(exchange([q]), k, v, share_k, share_v, ...))
+    or      y = from_heads(attend(*to_heads([q, k, v]), of_heads(rest_k), of_heads(rest_v), ...))
     and     y = gather(rows, halo, table)
     becomes y = gather(exchange([rows]), halo, table)
     and     y = group_scale(rows, rest, ...)
@@ -145,8 +147,16 @@ class Splitter:
             return False
         edit = Editor(self.graph, self.ctx, node)
         sources = self.source(rest_k), self.source(rest_v)
+        if self.ctx.attention == "heads":
+            why = reason_to_gather(queries, keys, list(sources), bias is not None)
+            if not why:
+                heads = self.ctx.interface.taps[sources[0].tap].shape[0]  # type: ignore[union-attr]
+                own = attend_by_heads(edit, node, queries, keys, heads, self._next)
+                self.replace(node, own)
+                return True
+            self.ctx.gathered[node.name] = why
         shared = all(isinstance(source, Rest) for source in sources) and bias is None
-        if not (self.ctx.keys_by_rank and shared):
+        if self.ctx.attention != "keys by rank" or not shared:
             k, v = self.exchange(edit, [k, v], keys)  # type: ignore[list-item]
             read = edit.input(f"read_spans_{slug(keys)}", ReadSpans(keys))
             node.args = (q, k, v, rest_k, rest_v, q_spans, read, rest_spans, bias, *more)
@@ -170,6 +180,8 @@ class Splitter:
     def attend_lines(self, node: fx.Node, lines: Lines) -> bool:
         """Attend to the rows that all ranks have of each line."""
         (segment,) = lines.segments
+        if self.ctx.attention == "heads":
+            self.ctx.gathered[node.name] = "it attends along lines"
         each = of_each(segment)  # tokens, with a row for each frame
         if each is not None and all_fixed(each[1:]):
             return False

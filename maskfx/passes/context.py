@@ -11,6 +11,7 @@ from torch import fx
 
 from maskfx import ops
 from maskfx.errors import CompileError
+from maskfx.ir.head_sources import AttentionWay
 from maskfx.ir.lanes import Dim, Lane, NotLaned, lane_of, set_lane
 from maskfx.ir.other_sizes import SizeExpr
 from maskfx.ir.program import Derived, Interface, SideGraph, Tap, derive
@@ -60,7 +61,8 @@ class PassContext:
         sides: the side graphs, "request" and "dense".
         choices: by segment, the sites that experts choose.
         plans, stretches: see `maskfx.config.Settings`.
-        keys_by_rank: in a graph that is split over ranks, each rank reads its share of cached keys.
+        attention: in a graph that is split over ranks, how these attend.
+        gathered: by node name, why an attention gathers keys where ranks divide heads.
         layouts: whether weights in another layout are computed; without, they have shapes alone,
             for graphs that are written and not run.
     """
@@ -72,7 +74,8 @@ class PassContext:
     choices: dict[str, Choice] = field(default_factory=dict)
     plans: bool = False
     stretches: bool = False
-    keys_by_rank: bool = False
+    attention: AttentionWay = "gathered"
+    gathered: dict[str, str] = field(default_factory=dict)
     layouts: bool = True
 
     @property

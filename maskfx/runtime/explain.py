@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from maskfx.compiler.compile import Compilation, flat_graph
-from maskfx.compiler.rank_twins import split_program
+from maskfx.compiler.rank_twins import SplitProgram, split_program
 from maskfx.config import Settings
+from maskfx.ir.head_sources import AttentionWay, ByHead
 from maskfx.ir.lanes import grid_level, module_path
 from maskfx.ir.nodes import ancestors
 from maskfx.ir.program import Program, SideGraph
@@ -201,17 +203,31 @@ def output_dtype(compilation: Compilation) -> torch.dtype:
 
 def exchange_lines(program: Program) -> Iterator[str]:
     """Yield how often ranks exchange rows in a step, or why a step can't be split over them."""
-    found = split_program(program, False)
+    found = split_program(program)
     if isinstance(found, str):
         yield f"A step can't be split over ranks: {found}."
         return
-    by_rank = split_program(program, True)
-    steps = f"A step that is split over ranks has {times(found.exchanges)}"
-    recorded = f"one that records {times(found.recorded)}"
-    if isinstance(by_rank, str):
-        yield f"{steps}, {recorded}."
-    else:
-        yield f"{steps}, {times(by_rank.exchanges)} with keys by rank, {recorded}."
+    counts = [f"A step that is split over ranks has {times(found.exchanges)}"]
+    names: dict[AttentionWay, str] = {"keys by rank": "keys by rank", "heads": "divided heads"}
+    splits = {way: split_program(program, way) for way in names}
+    for way, name in names.items():
+        split = splits[way]
+        if isinstance(split, SplitProgram) and split.attends(way):
+            counts.append(f"{times(split.exchanges)} with {name}")
+    yield ", ".join([*counts, f"one that records {times(found.recorded)}."])
+    if isinstance(split := splits["heads"], SplitProgram) and split.attends("heads"):
+        yield from head_lines(split)
+
+
+def head_lines(split: SplitProgram) -> Iterator[str]:
+    """Yield what heads ranks divide, and why some attentions gather keys beside them."""
+    numbers = sorted({sent.heads for sent in split.exchanges.values() if isinstance(sent, ByHead)})
+    yield (
+        f"Heads that ranks may divide: {', '.join(map(str, numbers))} in an attention; ranks get "
+        "unequal shares where their number doesn't divide these."
+    )
+    for why, count in sorted(Counter(split.gathered.values()).items()):
+        yield f"Beside divided heads, keys are gathered in {count} of the attentions: {why}."
 
 
 def times(exchanges: Mapping[int, object]) -> str:

@@ -11,6 +11,7 @@ import maskfx
 from maskfx import DenseStep, EditStep
 from maskfx.distributed.late_runs import cut_evenly
 from maskfx.distributed.partition import Partition
+from maskfx.ir.head_sources import WAYS, AttentionWay
 from maskfx.runtime.steps import LateExchange, RecordStep, SplitRun
 from tests.distributed import tiny
 from tests.distributed.test_ranks import BOUND, cache_error, error, shares
@@ -23,8 +24,10 @@ BY_SIZE = ("ControlNetModel", "HiDreamImageTransformer2DModel")  # a program for
 SIZES = [(8, 8, 1), (8, 12, 2), (12, 8, 1)]
 
 
-def ranks_of(count: int, members: int, kind: str = "equal", by_rank: bool = False) -> ThreadRanks:
-    return ThreadRanks(tiny.compiled().settings, shares(kind, count, members), by_rank)
+def ranks_of(
+    count: int, members: int, kind: str = "equal", way: AttentionWay = "gathered"
+) -> ThreadRanks:
+    return ThreadRanks(tiny.compiled().settings, shares(kind, count, members), way)
 
 
 def late(step: Any, run: SplitRun, number: int) -> Any:
@@ -45,13 +48,13 @@ def worst(got: list[Any], wanted: list[Any]) -> float:
     return max(error(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-@pytest.mark.parametrize("by_rank", [False, True], ids=["gathered", "keys by rank"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["equal", "unequal", "empty"])
 @pytest.mark.parametrize("count", [2, 3])
-def test_equal_inputs_give_what_waiting_gives(count: int, kind: str, by_rank: bool) -> None:
+def test_equal_inputs_give_what_waiting_gives(count: int, kind: str, way: AttentionWay) -> None:
     """Rows of the step before are those of this step then."""
     denoiser, steps = tiny.compiled(), several(count)
-    split = ranks_of(count, len(steps), kind, by_rank)
+    split = ranks_of(count, len(steps), kind, way)
     wanted, runs = denoiser.step(steps), [SplitRun() for _ in steps]
     for number in range(3):
         own = [late(step, run, number) for step, run in zip(steps, runs, strict=True)]

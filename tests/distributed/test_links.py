@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
+from diffusers import FluxTransformer2DModel
 from torch import nn
 
 import maskfx
 from maskfx import CompiledDenoiser, DenseStep, EditStep
 from maskfx.compiler.rank_twins import split_program
-from maskfx.distributed.links import LinkCosts, prefers_keys_by_rank, shared_keys
+from maskfx.distributed.division import Divider
+from maskfx.distributed.links import LinkCosts, shared_keys
 from maskfx.distributed.measure import slowest
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
+from maskfx.distributed.rank_step import RankPrograms
 from maskfx.distributed.step_costs import Exchanges, exchanges_of, sent_bytes, step_seconds
 from maskfx.distributed.work import RankWork, Work
+from maskfx.ir.head_sources import AttentionWay
+from maskfx.runtime.batch.flops import row_flops
 from tests.distributed import tiny
 from tests.distributed.test_ranks import BOUND, error
 from tests.factories.masks import MASKS
@@ -170,36 +176,56 @@ def test_keys_that_ranks_may_share(name: str, count: int) -> None:
 
     denoiser.step([EditStep(inputs, MASKS["square"](shape, 1), cache)], seen)
     program, frame, members = found[0]
-    gathered, by_rank = split_program(program, False), split_program(program, True)
+    gathered, by_rank = split_program(program), split_program(program, "keys by rank")
     assert not isinstance(gathered, str)
     assert not isinstance(by_rank, str)
     assert len(shared_keys(gathered, by_rank)) == count
 
     def prefers(costs: LinkCosts, *shares: float) -> bool:
-        own = Partition((shares,))
-        return prefers_keys_by_rank(gathered, by_rank, frame, members, own, costs)
+        divider = Divider(RankPrograms(denoiser.settings))
+        seconds = divider.attention(program, frame, members, Partition((shares,)), costs)
+        return min(seconds, key=lambda way: seconds[way]) == "keys by rank"
 
     assert prefers(LinkCosts(exchange=0.0), 1.0, 1.0) == (count > 0)
     assert not prefers(LinkCosts(exchange=1.0), 1.0, 1.0)
     assert not prefers(LinkCosts(exchange=0.0), 1.0, 0.0)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["whole text", "shared text"])
-def test_the_bytes_of_a_dense_step_are_those_of_theory(shared: bool) -> None:
-    """Each block sends each row's key and value to all other ranks: 2 d numbers for n rows."""
+@cache
+def flux_of_12_heads() -> tuple[CompiledDenoiser, dict[str, Any]]:
+    """2, 3 and 4 divide the number of its heads."""
     case = ZOO["FluxTransformer2DModel"]
-    module, inputs = case.build(), case.inputs(case.sizes[0], 0)
-    config: Any = module.config
+    config: Any = case.build().config
+    module: Any = FluxTransformer2DModel(**{**config, "num_attention_heads": 12})
+    return maskfx.compile(module.eval().requires_grad_(False)), case.inputs(case.sizes[0], 0)
+
+
+@pytest.mark.parametrize("way", ["gathered", "heads"])
+@pytest.mark.parametrize("shared", [False, True], ids=["whole text", "shared text"])
+def test_the_bytes_of_a_dense_step_are_those_of_theory(shared: bool, way: AttentionWay) -> None:
+    """Each block sends each row's key and value to all other ranks: 2 d numbers for n rows.
+
+    With divided heads it sends queries, keys, values and results: 4 d numbers of each row, to one
+    rank a share of them alone; results of a text that each rank has go to all others.
+    """
+    denoiser, inputs = flux_of_12_heads()
+    config: Any = denoiser.module.config
+    found = list[Any]()
     width = config["num_attention_heads"] * config["attention_head_dim"]
     blocks = config["num_layers"] + config["num_single_layers"]
     rows = inputs["hidden_states"].shape[1]
     if shared:
         rows += inputs["encoder_hidden_states"].shape[1]
-    denoiser, found = maskfx.compile(module), list[Any]()
     for ranks in (2, 3, 4):
-        theory = blocks * (ranks - 1) * rows * 2 * width * 4 * len(inputs["hidden_states"])
+        if way == "gathered":
+            numbers = (ranks - 1) * rows * 2 * width
+        else:
+            numbers = (ranks - 1) * rows * 4 * width // ranks
+            text = inputs["encoder_hidden_states"].shape[1]
+            numbers += 0 if shared else (ranks - 1) * text * width
+        theory = blocks * numbers * 4 * len(inputs["hidden_states"])
         partition = Partition(((1.0,) * ranks,), (shared,))
-        split = ThreadRanks(denoiser.settings, partition)
+        split = ThreadRanks(denoiser.settings, partition, way)
 
         def both(program: Any, recording: bool, frame: Any, calls: Any, members: Any) -> Any:
             found.append((program, members))
@@ -208,12 +234,13 @@ def test_the_bytes_of_a_dense_step_are_those_of_theory(shared: bool) -> None:
         denoiser.step([DenseStep(inputs)], both)
         assert sum(split.sent) == theory
         program, members = found[-1]
-        programs = split.programs.split(program, False)
+        programs = split.programs.split(program, way)
         assert not isinstance(programs, str)
         exchanges = exchanges_of(programs, RankWork().widths(program, members[0]))
         predicted = [sent_bytes(exchanges, members, partition, rank) for rank in range(ranks)]
         assert predicted == split.sent
-        assert exchanges.count == len(exchanges.whole) == blocks
+        assert exchanges.count == len(exchanges.whole) + len(exchanges.heads)
+        assert exchanges.count == (blocks if way == "gathered" else 2 * blocks)
 
 
 def test_measured_steps_decide_where_costs_arent_given() -> None:
@@ -235,3 +262,37 @@ def test_measured_steps_decide_where_costs_arent_given() -> None:
     for _ in range(2):
         divider.note(program, members, halves, [1.5, 2.0], waited=True)
     assert not cut()
+
+
+def test_heads_are_divided_where_that_costs_less() -> None:
+    """From 3 ranks on it sends fewer bytes, for one exchange more; and 2 heads keep a rank idle."""
+    denoiser = tiny.compiled()
+    found: list[Any] = []
+    step = DenseStep(tiny.inputs(1, 16, 16))
+    denoiser.step([step], lambda *given: found.append(given))
+    program, _, frame, _, members = found[0]
+    divider = Divider(RankPrograms(denoiser.settings))
+
+    def chosen(ranks: int, costs: LinkCosts) -> str:
+        own = Partition(((1.0,) * ranks,))
+        seconds = divider.attention(program, frame, members, own, costs)
+        return min(seconds, key=lambda way: seconds[way])
+
+    bytes_alone = LinkCosts(exchange=0.0, load=0.0, send=1.0, flop=0.0)
+    assert [chosen(ranks, bytes_alone) for ranks in (1, 2, 3)] == ["gathered", "gathered", "heads"]
+    assert chosen(3, LinkCosts(exchange=1.0, load=0.0, send=1e-9)) == "gathered"
+    assert chosen(3, LinkCosts(exchange=0.0, load=0.0, send=1e-9, flop=1.0)) == "gathered"
+
+
+@pytest.mark.parametrize("kind", [tiny.Tiny, tiny.Joint, tiny.Sigmoid])
+def test_the_work_of_an_edit_is_counted_once_for_all_masks(kind: Callable[[], nn.Module]) -> None:
+    """It follows from the rows alone, and is what a count at these sites gives."""
+    denoiser, inputs, known = tiny.compiled(kind), tiny.inputs(1, 12, 12), RankWork()
+    cache = denoiser.record(**inputs)[1]
+    for seed in range(2):
+        mask = MASKS["random"]((12, 12), seed)
+        for program, (member,) in denoiser.members([EditStep(inputs, mask, cache)]):
+            work = known.of(program, member)
+            counted = sum(row_flops(program, member.sites, member.batch).values())
+            assert work.total == pytest.approx(counted)
+    assert len(list(known._whole.items())) == 1

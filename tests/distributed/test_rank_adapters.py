@@ -17,6 +17,7 @@ from maskfx.distributed.partition import Partition
 from maskfx.distributed.processes import RankProcess
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.distributed.rank_process import RankState
+from maskfx.ir.head_sources import WAYS, AttentionWay
 from maskfx.runtime.lora.adapter import WeightedLayers
 from maskfx.runtime.lora.sent import HeldAdapters, LayerNumbers, SentLayers, nbytes_of
 from maskfx.runtime.steps import sent_layers
@@ -73,22 +74,24 @@ def check(denoiser: CompiledDenoiser, steps: list[Any], wanted: list[Any], split
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kind", "by_rank"),
+    ("ranks", "kind", "way"),
     [
-        (2, "equal", False),
-        (2, "members", False),
-        (3, "unequal", True),
-        (3, "empty", False),
-        (4, "unequal", False),
-        (4, "equal", True),
+        (2, "equal", "gathered"),
+        (2, "members", "gathered"),
+        (3, "unequal", "keys by rank"),
+        (3, "empty", "heads"),
+        (4, "unequal", "heads"),
+        (4, "equal", "keys by rank"),
     ],
 )
 @pytest.mark.parametrize("net", [tiny.Tiny, tiny.Joint])
-def test_a_mixed_batch(net: Callable[[], nn.Module], ranks: int, kind: str, by_rank: bool) -> None:
+def test_a_mixed_batch(
+    net: Callable[[], nn.Module], ranks: int, kind: str, way: AttentionWay
+) -> None:
     denoiser = tiny.compiled(net)
     steps, wanted = mixed(denoiser, some_sets(denoiser.module))
     own = shares(kind, ranks, len(steps), texts=(True, False))
-    split = ThreadRanks(denoiser.settings, own, by_rank)
+    split = ThreadRanks(denoiser.settings, own, way)
     check(denoiser, steps, wanted, split)
     assert split.batches == 1
 
@@ -278,8 +281,8 @@ def test_classes_of_diffusers(name: str) -> None:
         steps += [EditStep(call, mask, cache, adapters=own), RecordStep(call, own)]
         steps += [DenseStep(call, own)]
         wanted += [merged(denoiser.module, own)(**call)] * 3
-    for ranks, kind, by_rank in ((2, "equal", False), (3, "unequal", True), (4, "empty", False)):
+    for ranks, kind, way in zip((2, 3, 4), ("equal", "unequal", "empty"), WAYS, strict=True):
         own_shares = shares(kind, ranks, len(steps), texts=(True, False))
-        split = ThreadRanks(denoiser.settings, own_shares, by_rank)
+        split = ThreadRanks(denoiser.settings, own_shares, way)
         check(denoiser, steps, wanted, split)
         assert split.batches > 0

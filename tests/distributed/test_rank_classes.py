@@ -9,6 +9,7 @@ import pytest
 import maskfx
 from maskfx import DenseStep, EditStep, RecordStep
 from maskfx.compiler.rank_twins import split_program
+from maskfx.ir.head_sources import AttentionWay
 from tests.distributed.test_ranks import BOUND, error, shares
 from tests.factories.masks import MASKS
 from tests.factories.thread_ranks import ThreadRanks
@@ -21,22 +22,25 @@ WHY = {
     "QwenImage21Transformer2DModel": "no program",
 }
 
-SPLITS = (
-    (2, "equal", False, (True,)),
-    (2, "unequal", True, (False,)),
-    (3, "unequal", False, (False, True)),
-    (3, "empty", True, (True,)),
-    (4, "unequal", True, (True,)),
-    (4, "equal", False, (False,)),
-    (8, "unequal", True, (True,)),
-    (8, "equal", False, (False, True)),
-    (2, "members", False, (False,)),
+SPLITS: tuple[tuple[int, str, AttentionWay, tuple[bool, ...]], ...] = (
+    (2, "equal", "gathered", (True,)),
+    (2, "unequal", "keys by rank", (False,)),
+    (2, "equal", "heads", (False, True)),
+    (3, "unequal", "gathered", (False, True)),
+    (3, "empty", "keys by rank", (True,)),
+    (3, "unequal", "heads", (True,)),
+    (4, "unequal", "keys by rank", (True,)),
+    (4, "equal", "gathered", (False,)),
+    (4, "equal", "heads", (False,)),
+    (8, "unequal", "keys by rank", (True,)),
+    (8, "equal", "heads", (False, True)),
+    (2, "members", "gathered", (False,)),
 )
 
 
 def reasons(denoiser: maskfx.CompiledDenoiser) -> str:
     """Return why steps of a denoiser can't be split; "" if they can."""
-    splits = [split_program(program, False) for program in denoiser.programs.values()]
+    splits = [split_program(program) for program in denoiser.programs.values()]
     return "; ".join(one for one in splits if isinstance(one, str)) if splits else "no program"
 
 
@@ -56,9 +60,9 @@ def test_classes_of_diffusers(name: str) -> None:
         return
     steps += [RecordStep(case.inputs(case.sizes[-1], 5)), DenseStep(case.inputs(case.sizes[0], 6))]
     wanted = denoiser.step(steps)
-    for ranks, kind, by_rank, texts in SPLITS:
+    for ranks, kind, way, texts in SPLITS:
         own = shares(kind, ranks, len(steps), texts=texts)
-        split = ThreadRanks(denoiser.settings, own, by_rank)
+        split = ThreadRanks(denoiser.settings, own, way)
         got = denoiser.step(steps, split)
         assert split.batches > 0
         for step, ours, theirs in zip(steps, got, wanted, strict=True):

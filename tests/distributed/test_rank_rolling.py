@@ -15,6 +15,7 @@ from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
+from maskfx.ir.head_sources import AttentionWay
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.shared_block import SharedBlock
@@ -74,19 +75,19 @@ class Requests:
     "name", [UNET, *(pytest.param(n, marks=pytest.mark.slow) for n in (FLUX, SD3))]
 )
 @pytest.mark.parametrize(
-    ("ranks", "kind", "by_rank"),
+    ("ranks", "kind", "way"),
     [
-        (2, "equal", False),
-        pytest.param(3, "unequal", True, marks=pytest.mark.slow),
-        (4, "empty", False),
-        pytest.param(4, "unequal", True, marks=pytest.mark.slow),
+        (2, "equal", "gathered"),
+        pytest.param(3, "unequal", "keys by rank", marks=pytest.mark.slow),
+        (4, "empty", "heads"),
+        pytest.param(4, "unequal", "heads", marks=pytest.mark.slow),
     ],
 )
-def test_steps_over_threads(name: str, ranks: int, kind: str, by_rank: bool) -> None:
+def test_steps_over_threads(name: str, ranks: int, kind: str, way: AttentionWay) -> None:
     requests = Requests(name)
     for step in range(4):
         own = shares(kind, ranks, 5, seed=step, texts=(True, False))
-        split = ThreadRanks(requests.denoiser.settings, own, by_rank)
+        split = ThreadRanks(requests.denoiser.settings, own, way)
         requests.check(step, split)
         assert split.batches == 1
 

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep, StepCache, ops
 from maskfx.distributed.partition import Partition
+from maskfx.ir.head_sources import WAYS, AttentionWay
 from tests.distributed import tiny
 from tests.factories.masks import MASKS
 from tests.factories.thread_ranks import ThreadRanks
@@ -88,37 +89,37 @@ def check(denoiser: CompiledDenoiser, steps: list[Any], split: ThreadRanks) -> N
             assert error(ours, theirs) < BOUND
 
 
-@pytest.mark.parametrize("by_rank", [False, True], ids=["gathered", "keys by rank"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_a_mixed_batch(ranks: int, kind: str, by_rank: bool) -> None:
+def test_a_mixed_batch(ranks: int, kind: str, way: AttentionWay) -> None:
     denoiser, steps = tiny.compiled(), mixed(ranks)
-    split = ThreadRanks(denoiser.settings, shares(kind, ranks, len(steps)), by_rank)
+    split = ThreadRanks(denoiser.settings, shares(kind, ranks, len(steps)), way)
     check(denoiser, steps, split)
     if kind != "empty":
         assert (sum(split.sent) > 0) == (kind != "members" and ranks > 1)
 
 
-@pytest.mark.parametrize("by_rank", [False, True], ids=["gathered", "keys by rank"])
+@pytest.mark.parametrize("way", WAYS[:2])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_attention_without_a_softmax(ranks: int, kind: str, by_rank: bool) -> None:
+def test_attention_without_a_softmax(ranks: int, kind: str, way: AttentionWay) -> None:
     denoiser, steps = tiny.compiled(tiny.Sigmoid), mixed(ranks, tiny.Sigmoid)
     program = next(iter(denoiser.programs.values()))
     assert any(node.target is ops.site_pair_sum for node in program.module.graph.nodes)
-    check(denoiser, steps, ThreadRanks(denoiser.settings, shares(kind, ranks, len(steps)), by_rank))
+    check(denoiser, steps, ThreadRanks(denoiser.settings, shares(kind, ranks, len(steps)), way))
 
 
-@pytest.mark.parametrize("by_rank", [False, True], ids=["gathered", "keys by rank"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("texts", [(True,), (False, True)], ids=["shared", "some shared"])
 @pytest.mark.parametrize("kind", ["equal", "unequal", "empty"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_texts_that_ranks_share(
-    ranks: int, kind: str, texts: tuple[bool, ...], by_rank: bool
+    ranks: int, kind: str, texts: tuple[bool, ...], way: AttentionWay
 ) -> None:
     denoiser, steps = tiny.compiled(tiny.Joint), mixed(ranks, tiny.Joint)
     own = shares(kind, ranks, len(steps), texts=texts)
-    check(denoiser, steps, ThreadRanks(denoiser.settings, own, by_rank))
+    check(denoiser, steps, ThreadRanks(denoiser.settings, own, way))
 
 
 def test_a_shared_text_of_values_that_each_rank_has() -> None:
@@ -141,9 +142,9 @@ def test_the_edit_with_a_text_over_ranks_is_the_dense_run(texts: bool) -> None:
     denoiser, inputs = tiny.compiled(tiny.Joint), tiny.inputs(5, 12, 12)
     cache = denoiser.record(**inputs)[1]
     step = EditStep(inputs, MASKS["random"]((12, 12), 1), cache)
-    for by_rank in (False, True):
+    for way in WAYS:
         own = shares("unequal", 3, 1, texts=(texts,))
-        split = ThreadRanks(denoiser.settings, own, by_rank)
+        split = ThreadRanks(denoiser.settings, own, way)
         (got,) = denoiser.step([step], split)
         assert split.batches == 1
         assert error(got, denoiser.module(**inputs)) < 1e-4
@@ -154,7 +155,7 @@ def test_the_edit_over_ranks_is_the_dense_run() -> None:
     denoiser, inputs = tiny.compiled(), tiny.inputs(5, 12, 12)
     cache = denoiser.record(**inputs)[1]
     step = EditStep(inputs, MASKS["random"]((12, 12), 1), cache)
-    split = ThreadRanks(denoiser.settings, shares("equal", 3, 1), True)
+    split = ThreadRanks(denoiser.settings, shares("equal", 3, 1), "keys by rank")
     (got,) = denoiser.step([step], split)
     assert split.batches == 1
     assert error(got, denoiser.module(**inputs)) < 1e-4
@@ -174,8 +175,8 @@ def test_each_rank_reads_its_share_of_cached_keys() -> None:
     mask = torch.zeros(16, 16, dtype=torch.bool)
     mask[6:9, 6:9] = True
     loaded = []
-    for by_rank in (False, True):
-        split = ThreadRanks(denoiser.settings, shares("equal", 2, 1), by_rank)
+    for way in WAYS[:2]:
+        split = ThreadRanks(denoiser.settings, shares("equal", 2, 1), way)
         denoiser.step([EditStep(inputs, mask, cache)], split)
         loaded.append(sum(split.loaded))
     inactive = 64 - 4  # coarse sites

@@ -95,6 +95,30 @@ class Sigmoid(nn.Module):
         return result
 
 
+class Resnet(nn.Module):
+    """Norms before windows: one scaled and shifted by the request, one whose rows are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.time = nn.Conv2d(4, 16, 3, padding=1), nn.Linear(1, 32)
+        self.text = nn.Linear(8, 32)
+        self.norms = nn.ModuleList(nn.GroupNorm(4, 16) for _ in range(4))
+        self.windows = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(3))
+        self.leave = nn.Conv2d(16, 4, 3, padding=1)
+
+    def forward(self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        x = self.enter(sample)
+        given = self.time(timestep.view(-1, 1).float() / 1000)
+        given = given + self.text(encoder_hidden_states).mean(1)
+        scale, shift = given[:, :, None, None].chunk(2, 1)
+        y = self.windows[0](F.silu(self.norms[0](x)))
+        y = self.windows[1](F.silu(self.norms[1](y) * (1 + scale) + shift))
+        z = F.silu(self.norms[2](x + y))
+        y = z + self.windows[2](z)
+        result: Tensor = self.leave(self.norms[3](y) + x)  # the sum isn't of the norm alone
+        return result
+
+
 def attend(qkv: Tensor) -> Tensor:
     b, n, _ = qkv.shape
     q, k, v = (x.view(b, n, 2, 8).transpose(1, 2) for x in qkv.chunk(3, -1))

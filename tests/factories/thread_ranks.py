@@ -22,6 +22,7 @@ from maskfx.distributed.layout import RankLayout
 from maskfx.distributed.messages import PartResult
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_step import RankPart, RankPrograms, joined
+from maskfx.ir.head_sources import AttentionWay
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
@@ -96,7 +97,7 @@ class ThreadRanks:
     Args:
         settings: How the denoiser is compiled.
         partition: The ranks' shares of each member of the batches that follow.
-        keys_by_rank: See `maskfx.compiler.rank_twins.split_program`.
+        attention: See `maskfx.compiler.rank_twins.split_program`.
         seconds: The time that an exchange may take.
     """
 
@@ -104,10 +105,10 @@ class ThreadRanks:
         self,
         settings: Settings,
         partition: Partition,
-        keys_by_rank: bool = False,
+        attention: AttentionWay = "gathered",
         seconds: float = 20,
     ) -> None:
-        self.partition, self.keys_by_rank, self.seconds = partition, keys_by_rank, seconds
+        self.partition, self.attention, self.seconds = partition, attention, seconds
         self.programs = RankPrograms(settings)
         self.sent: list[int] = []  # bytes by rank, of the last batch
         self.loaded: list[int] = []
@@ -127,14 +128,14 @@ class ThreadRanks:
         members: Sequence[Member],
     ) -> Any:
         """Compute a batch; return None if its program can't be split."""
-        split = self.programs.split(program, False)
+        split = self.programs.split(program, joined=False)
         if isinstance(split, str):
             return None
         partition = for_members(self.partition, len(members))
         steps = [call.step for call in calls]
         sent = program.code, split.recorded if recording else split.exchanges
         late, divisions = self.late.choose(steps, members, partition, self.ranks, sent)
-        by_rank = self.keys_by_rank and not any(late)
+        attention: AttentionWay = "gathered" if any(late) else self.attention
         boxes = Boxes()
         for other in range(partition.ranks):
             self.programs.layout(frame.layout, partition, other)
@@ -150,9 +151,8 @@ class ThreadRanks:
         def part(rank: int) -> RankPart | None:
             if not any(partition.has_part(m, rank) for m in range(len(members))):
                 return None
-            return self.programs.run(
-                program, recording, frame, members, partition, around[rank], by_rank
-            )
+            given = program, recording, frame, members, partition, around[rank], attention
+            return self.programs.run(*given, not any(late))
 
         with ThreadPoolExecutor(partition.ranks) as pool:
             running = [pool.submit(part, rank) for rank in range(partition.ranks)]

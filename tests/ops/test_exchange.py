@@ -128,6 +128,10 @@ def alone() -> dict[object, tuple[object, ...]]:
         ops.sum_ranks: (rows, none, 1),
         ops.attend_part: (rows, rows, rows, rows[:0], rows[:0], spans, spans, empty, None),
         ops.merge_parts: (rows, weight, none, counts, order[None], 1),
+        ops.exchange_normed: (flat, rest, spans, none, 4, none, counts, order, 1),
+        ops.to_heads: ([rows, rows], 2, none, counts, order, 1),
+        ops.from_heads: (rows, 2, none, counts, torch.arange(4), 1),
+        ops.of_heads: (rows, 2, order),
     }
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from maskfx.compiler.rank_twins import split_program
+from maskfx.ir.head_sources import WAYS, AttentionWay, ByHead
 from maskfx.ir.program import Program
 from maskfx.ir.sources import Exchanged, Merged, Neighbours, RestShare
 from maskfx.passes.add_exchanges import add_exchanges
@@ -26,21 +27,24 @@ def ops_of(graph: fx.Graph) -> Counter[str]:
     return Counter(op_name(node) for node in graph.nodes if op_name(node))
 
 
-@pytest.mark.parametrize("by_rank", [False, True], ids=["gathered", "keys by rank"])
-def test_adds_exchanges_where_sites_mix(by_rank: bool) -> None:
-    before = ops_of(program().module.graph)
-    split = split_program(program(), by_rank)
+@pytest.mark.parametrize("way", WAYS)
+def test_adds_exchanges_where_sites_mix(way: AttentionWay) -> None:
+    before, by_rank, heads = ops_of(program().module.graph), way == WAYS[1], way == WAYS[2]
+    split = split_program(program(), way, joined=False)
     assert not isinstance(split, str)
     after = ops_of(split.program.module.graph)
     # three convolutions, two ways up, and attention to sites and to the text alone
-    assert after["exchange"] == 7
+    assert after["exchange"] == 7 - heads
+    assert (after["to_heads"], after["of_heads"], after["from_heads"]) == (heads, 2 * heads, heads)
     assert after["merge_parts"] == after["attend_part"] == by_rank
     assert after["attend"] == before["attend"] - by_rank
     assert (after["peer_moments"], after["peer_sums"], after["sum_ranks"]) == (1, 1, 1)
-    assert len(split.exchanges) == 7 + by_rank + 3
+    assert len(split.exchanges) == 7 + by_rank + heads + 3
     assert split.recorded == split.exchanges  # one that records changes nothing for others
     kinds = Counter(type(source) for source in split.program.interface.inputs.values())
     assert kinds[Merged] == 3 * by_rank
+    assert kinds[ByHead] == 2 * 3 * heads
+    assert list(split.gathered.values()) == ["its keys are those of a text"] * heads
     assert kinds[RestShare] == 2 + 2 * by_rank  # of the sum of products, and of the attention
     readers = [
         s.reader for s in split.program.interface.inputs.values() if isinstance(s, Exchanged)
@@ -52,7 +56,7 @@ def test_adds_exchanges_where_sites_mix(by_rank: bool) -> None:
 
 def test_keeps_the_whole_program_as_it_is() -> None:
     code, inputs = program().module.code, dict(program().interface.inputs)
-    split_program(program(), True)
+    split_program(program(), "heads")
     assert program().module.code == code
     assert program().interface.inputs == inputs
 
@@ -65,7 +69,7 @@ def test_a_graph_on_each_row_alone_stays() -> None:
 
 
 def test_the_recording_graph_returns_its_taps() -> None:
-    split = split_program(program(), True)
+    split = split_program(program(), "heads")
     assert not isinstance(split, str)
     (output,) = split.program.recording.graph.find_nodes(op="output")
     assert len(output.args[0][1]) == len(program().interface.taps)

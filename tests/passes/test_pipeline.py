@@ -91,7 +91,8 @@ def test_every_test_file_has_a_pass() -> None:
     paths = (p.relative_to(TESTS).with_suffix("") for p in TESTS.rglob("test_*.py"))
     found = {(*path.parts[:-1], path.name.removeprefix("test_")) for path in paths}
     # of passes on copies of finished graphs, and this file
-    others = {("add_exchanges",), ("fuse_kernels",), ("read_packed_keys",), ("pipeline",)}
+    others = {("add_exchanges",), ("join_exchanges",), ("fuse_kernels",), ("read_packed_keys",)}
+    others |= {("pipeline",)}
     assert found == {place(name) for name in NAMES} | others
 
 
