@@ -48,6 +48,7 @@ from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.pair_masks import pair_masks, pair_table
 from maskfx.runtime.batch.recorded import RecordedRows
 from maskfx.runtime.batch.rows import pick_rows, picked_bytes, take_rows
+from maskfx.runtime.cache.computed_rows import is_computed
 from maskfx.runtime.cache.loader import LoadJob, StagedRows
 from maskfx.runtime.cache.rows import (
     InterpolatedRows,
@@ -166,7 +167,12 @@ class Frame:
         return [len(index) * batch for index, batch in picks]
 
     def _loads(self, rows: Rows) -> bool:
-        """Return True if rows have to be loaded; on a CPU always, as from a slower memory."""
+        """Return True if rows have to be loaded; on a CPU always, as from a slower memory.
+
+        Rows that are computed again aren't.
+        """
+        if is_computed(rows):
+            return False
         return self.device.type == "cpu" or any(t.device != self.device for t in tensors_of(rows))
 
     def late(self, members: Sequence[Member]) -> frozenset[str]:

@@ -137,7 +137,7 @@ class Templates:
                 f"Templates: step {step}, but steps are 0 to {self.steps - 1}; give "
                 "Templates(steps=) the steps of the longest call"
             )
-        kept = self._kept(cache) if self.wants(step) else replace(cache, rows={}, stats={}, sums={})
+        kept = self._kept(cache) if self.wants(step) else outputs_of(cache)
         self.tiers.put(self.key(template, step, branch), kept)
 
     def get(
@@ -264,6 +264,8 @@ class Templates:
             needed = interface.taps_for(sides) - crossing
             cache = cache.packed(how, needed & cache.rows.keys())
         room = int(self._room * cache.sizes.get("batch", 1))
+        if cache.nbytes() > room and cache.rows:
+            cache = replace(cache, given=[])  # then no plan computes rows from the inputs
         if cache.nbytes() > room:
             raise BudgetError(
                 f"Templates: a step of {cache.sizes} takes {cache.nbytes()} bytes, the budget has "
@@ -276,3 +278,9 @@ class Templates:
         if key not in self._reaches:
             self._reaches[key] = find_reach(program.interface, sizes, masks)
         return self._reaches[key]
+
+
+def outputs_of(cache: StepCache) -> StepCache:
+    """Return a recording without what its neighbours serve."""
+    given = [] if cache.rows else cache.given
+    return replace(cache, rows={}, stats={}, sums={}, given=given)
