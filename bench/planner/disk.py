@@ -1,6 +1,6 @@
 """Templates on a slow disk: what is read of them is planned per block, ahead of the step.
 
-    python -m bench.planner.disk [--shape c] [--links 1 0.5] [--steps 10] [--rounds 5] [--quick]
+    python -m bench.planner.disk [--shape c] [--blocks 2 4] [--links 1 0.25] [--steps 6] [--quick]
 
 Each side edits the same steps of a template, one after another, in one process and alternating, in
 every round as a process that just started does: nothing of the template is in memory, its entries
@@ -8,12 +8,15 @@ are opened in the background. The disk is the real store with reads held to a ba
 at which a step's keys and values take as long to read as the step computes with all rows at hand.
 
 - `resident`: all rows are at hand.
-- `planned`: a plan chooses per block what is read: keys and values, or what they are made of.
+- `planned`: a plan chooses per block what is read: keys and values, what they are made of, or
+  nothing, where the block is computed whole.
+- `loaded`: the same without blocks that are computed whole.
 - `keys`: keys and values are read ahead, without a plan.
 - `whole`: whole steps are read ahead by two threads.
 - `naive`: keys and values are read when a step begins, and computed after.
-- `dense`: the module computes all sites and reads nothing, as a choice "compute everything" would
-  at most; it sees other values outside the mask.
+- `dense`: the module computes all sites and reads nothing; it sees other values outside the mask.
+
+The denoiser has its real width and, to end within minutes, fewer blocks (`--blocks`).
 
 Wanted: planned within 1.1 of resident. Writes results/planner-disk.json.
 """
@@ -27,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +51,8 @@ from maskfx.runtime.steps import DenseStep
 
 WANTED = 1.1  # times resident
 HOST = 1 << 33
-SIDES = ("planned", "keys", "whole", "naive", "dense")  # each against resident
+SIDES = ("planned", "loaded", "keys", "whole", "naive", "dense")  # each against resident
+USUAL = ("planned", "loaded", "keys", "naive")
 
 
 @dataclass
@@ -103,7 +107,7 @@ class Bed:
 
 def prepare(options: argparse.Namespace, root: Path) -> Bed:
     torch.manual_seed(0)
-    shape = shapes.choose(options.shape, options.quick)
+    shape = shallow(shapes.choose(options.shape, options.quick), options.blocks)
     denoiser = maskfx.compile(
         shape.build().eval(), plans=True, prepack=True, loader=maskfx.Loader()
     )
@@ -117,12 +121,25 @@ def prepare(options: argparse.Namespace, root: Path) -> Bed:
     return Bed(shape, denoiser, disk, root, inputs, mask, resident)
 
 
+def shallow(shape: Shape, blocks: Sequence[int]) -> Shape:
+    """The same with fewer blocks, if it is a transformer of two kinds of blocks."""
+    if "num_single_layers" not in shape.config:
+        return shape
+    joint, single = blocks
+    config = {**shape.config, "num_layers": joint, "num_single_layers": single}
+    return replace(shape, config=config, title=f"{shape.title}, of which {joint} + {single} run")
+
+
 def edit_of(
-    templates: Templates, inputs: Sequence[dict[str, Any]], mask: torch.Tensor, step: int
+    templates: Templates,
+    inputs: Sequence[dict[str, Any]],
+    mask: torch.Tensor,
+    step: int,
+    whole: bool = True,
 ) -> EditStep:
     found = templates.edit("picture", step, inputs[step], mask)
     assert found is not None, "recorded before"
-    return found
+    return found if whole else replace(found, cache=replace(found.cache, given=[]))
 
 
 def run_side(bed: Bed, side: str) -> StepPlanner:
@@ -139,17 +156,17 @@ def run_side(bed: Bed, side: str) -> StepPlanner:
         templates = Templates(denoiser, Tiers(Store(bed.root, disk=bed.disk), host_bytes=HOST))
         if side != "naive":
             templates.prefetch("picture", range(count))
-    plans = side in ("resident", "planned")
+    plans, whole = side in ("resident", "planned", "loaded"), side != "loaded"
     upcoming = None
     for number in range(count):
-        now = upcoming or edit_of(templates, bed.inputs, bed.mask, number)
+        now = upcoming or edit_of(templates, bed.inputs, bed.mask, number, whole)
         [now] = planner.plan_step([now]) if plans else [now]  # type: ignore[list-item]
         loads = denoiser.ahead([now], only=True)
         if side == "naive":
             for loading in loads:
                 loading.wait()
         elif number + 1 < count:
-            following = edit_of(templates, bed.inputs, bed.mask, number + 1)
+            following = edit_of(templates, bed.inputs, bed.mask, number + 1, whole)
             upcoming = following
             denoiser.ahead(planner.plan_ahead([following]) if plans else [following])
         if side == "naive":
@@ -166,13 +183,13 @@ def measure_link(bed: Bed, share: float, options: argparse.Namespace) -> dict[st
     nbytes, compute = even_link(bed, rounds)
     bandwidth = share * nbytes / compute
     bed.disk.bandwidth = bandwidth
-    read, told, again = {}, "", (0, 0)
+    read, told, again, whole = {}, "", (0, 0), (0, 0)
     for side in sides:  # not counted
         before = bed.disk.nbytes
         planner = run_side(bed, side)
         read[side] = (bed.disk.nbytes - before) / len(bed.inputs)
         if side == "planned":
-            told, again = planner.describe(), planner.again
+            told, again, whole = planner.describe(), planner.again, planner.whole
     seconds = alternate({side: lambda _, side=side: run_side(bed, side) for side in sides}, rounds)
     bed.disk.bandwidth = float("inf")
     return {
@@ -182,6 +199,7 @@ def measure_link(bed: Bed, share: float, options: argparse.Namespace) -> dict[st
         "load_average": os.getloadavg()[0],
         "bytes_read_per_step": read,
         "projected_again": again[0] / max(again[1], 1),
+        "computed_whole": whole[0] / max(whole[1], 1),
         "planner": told,
         "seconds": {side: figure(taken) for side, taken in seconds.items()},
         "over_resident": {
@@ -224,7 +242,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
 
 def tell(result: dict[str, Any]) -> str:
     sides = list(result["links"][0]["over_resident"])
-    rows = [["of even", "MB/s", *sides, "projected again", "MB a step, planned"]]
+    rows = [["of even", "MB/s", *sides, "projected again", "whole", "MB a step, planned"]]
     for link in result["links"]:
         read = link["bytes_read_per_step"]
         rows.append(
@@ -233,6 +251,7 @@ def tell(result: dict[str, Any]) -> str:
                 f"{link['bytes_per_second'] / 1e6:.0f}",
                 *(f"{link['over_resident'][side]['median']:.2f}" for side in sides),
                 f"{link['projected_again']:.0%}",
+                f"{link['computed_whole']:.0%}",
                 f"{read['planned'] / 1e6:.1f}",
             ]
         )
@@ -245,12 +264,13 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--shape", default="c", choices=sorted(shapes.SHAPES))
     parser.add_argument(
-        "--links", type=float, nargs="+", default=[1.0, 0.5, 0.25], help="of the even one"
+        "--links", type=float, nargs="+", default=[1.0, 0.25], help="of the even one"
     )
-    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
+    parser.add_argument("--sides", nargs="+", default=USUAL, choices=SIDES)
+    parser.add_argument("--blocks", type=int, nargs=2, default=[2, 4], help="joint and single ones")
     parser.add_argument("--ratio", type=float, default=0.11)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of compute; loads have their own")
     parser.add_argument("--quick", action="store_true", help="a small denoiser, in seconds")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")

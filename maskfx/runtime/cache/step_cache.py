@@ -219,6 +219,22 @@ def has_unread(cache: StepCache) -> bool:
     return any(map(stored_parts, cache.rows.values()))
 
 
+Then = Callable[[StepCache | None], bool]  # what is done with a step that was read
+
+
+def is_found(cache: StepCache | None) -> bool:
+    return cache is not None
+
+
+def read_rows(cache: StepCache, taps: Sequence[str], goes_on: Callable[[], bool]) -> None:
+    """Read the rows of these taps from their store, until `goes_on` returns False."""
+    for tap in taps:
+        for part in stored_parts(cache.rows[tap]) if tap in cache.rows else ():
+            if not goes_on():
+                return
+            part.read()
+
+
 def places_of(rows: Rows) -> Iterator[tuple[int, int]]:
     """Yield keys of the memory that rows occupy, or will when they are read, and its bytes."""
     for value in stored_parts(rows):

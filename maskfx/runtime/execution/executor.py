@@ -102,7 +102,7 @@ class BatchExecutor:
         """Yield the batches of a step by the members' numbers, and the program that runs each."""
         groups = [[n for n in group if n not in left_out] for group in in_batches(members)]
         # loads ahead and ranks' shares are of rows that are known before the step
-        if splits or self.graphs.loads.loader is not None:
+        if splits or self.graphs.loads.has_loads(members):
             groups = apart(groups, members)
         for group in filter(None, groups):
             compilations = [calls[n].inputs.compilation for n in group]

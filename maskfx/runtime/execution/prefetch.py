@@ -22,6 +22,7 @@ from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.computed_rows import computed_taps
 from maskfx.runtime.cache.loader import Loader, Loading
+from maskfx.runtime.cache.step_cache import has_unread
 
 
 @dataclass
@@ -157,7 +158,7 @@ class Prefetcher:
         self, program: Program, frame: Frame, members: Sequence[Member]
     ) -> Iterator[BatchLoads | None]:
         """Provide the loads of the running step; cancel those that it leaves unread."""
-        if self.loader is None or all(m.cache is None for m in members):
+        if not self.has_loads(members):
             yield None
             return
         self._taken = []
@@ -190,6 +191,13 @@ class Prefetcher:
             if begun not in wanted:
                 begun.loading.cancel()
         self._begun, self._taken = wanted, []
+
+    def has_loads(self, members: Sequence[Member]) -> bool:
+        """Return True if rows that these members read are loaded, not read where they lie."""
+        if self.loader is None:
+            return False
+        caches = [(m.cache, m.device) for m in members if m.cache is not None]
+        return any(self.loader.takes_all(device) or has_unread(cache) for cache, device in caches)
 
     def pending(self, member: Member) -> set[str] | None:
         """Return the inputs of a member that aren't loaded yet; None if its loads aren't begun."""
@@ -246,6 +254,6 @@ class Prefetcher:
         self, program: Program, frame: Frame, members: Sequence[Member], early: bool
     ) -> StartedLoad:
         assert self.loader is not None, "nothing loads without a loader"
-        jobs = frame.jobs(members, self.order(program))
+        jobs = frame.jobs(members, self.order(program), self.loader.takes_all(frame.device))
         loading = self.loader.begin(jobs, frame.device)
         return StartedLoad(frame, tuple(members), loading, early)

@@ -23,7 +23,7 @@ from maskfx.runtime.cache.loader import Loader, LoadJob
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.execution.prefetch import Stopwatch
 from maskfx.runtime.hardware.devices import CPU, moved
-from maskfx.runtime.planner.blocks import KINDS, GraphBlock, find_blocks
+from maskfx.runtime.planner.blocks import FLOPS, KINDS, GraphBlock, find_blocks
 from maskfx.runtime.planner.choices import (
     can_compute,
     taps_computed,
@@ -87,6 +87,23 @@ def calibrate(
     samples = [trial.sample() for trial in trials]
     costs = fit(samples, measure_loads(loader_of(denoiser), device=device))
     return measure_whole(trials[0], costs, repeats, lambda: clock() > until) if trials else costs
+
+
+def estimate(denoiser: CompiledDenoiser, step: EditStep) -> Costs:
+    """Return costs from two runs of one edit: each block's seconds per FLOP, and free loads.
+
+    For rows that are read from a store into the memory that the denoiser computes in: the store's
+    speed is known apart from these, and a plan can't wait for a calibration.
+    """
+    trial = TrialBatch.of(denoiser, [dataclasses.replace(step, plan={}, wide={})])
+    runs = [trial.run() for _ in range(2)]  # the first builds tables
+    seconds, around = runs[-1]
+    flops = trial.work[:, :FLOPS].sum(1)
+    usual = float(seconds.sum() / max(flops.sum(), 1.0))
+    each = np.divide(seconds, flops, out=np.full(len(flops), usual), where=flops > 0)
+    fixed = np.where(flops > 0, 0.0, seconds)
+    slopes = tuple((*(float(one),) * FLOPS, 0.0) for one in each)
+    return Costs(tuple(map(float, fixed)), slopes, around, 0.0, 0.0)
 
 
 def measure_whole(trial: TrialBatch, costs: Costs, repeats: int, late: Callable[[], bool]) -> Costs:

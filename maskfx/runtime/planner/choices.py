@@ -133,9 +133,16 @@ def loading(load: Load, costs: Costs) -> dict[str, float]:
 
 
 def choices_of_member(
-    program: Program, blocks: Sequence[GraphBlock], member: Member, costs: Costs
+    program: Program,
+    blocks: Sequence[GraphBlock],
+    member: Member,
+    costs: Costs,
+    copies: bool = True,
 ) -> Choices:
-    """Return one member's choices: equal for all steps of a request."""
+    """Return one member's choices: equal for all steps of a request.
+
+    `copies`: whether rows in the memory of a CPU are loaded too (see `Frame.jobs`).
+    """
     if member.cache is None or member.sites.mask is None or member.written is not None:
         work = costs.compute(work_of(blocks, member.sites, member.batch)).tolist()
         only = tuple((BlockChoice(KEYS, compute_seconds=seconds),) for seconds in work)
@@ -147,7 +154,7 @@ def choices_of_member(
     }
     order = list(dict.fromkeys(name for block in blocks for name in block.names))
     chosen = {name for block in blocks if block.region for name in block.names}
-    loads = {name: loads_of(program, member, own, order) for name, own in sides.items()}
+    loads = {name: loads_of(program, member, own, order, copies) for name, own in sides.items()}
     fixed = {name: load for name, load in loads[KEYS].items() if name not in chosen}
     moved = {
         KEYS: loads[KEYS],
@@ -236,7 +243,7 @@ def with_plan(sites: ActiveSites, regions: Mapping[int, Mask]) -> ActiveSites:
 
 
 def loads_of(
-    program: Program, member: Member, sites: ActiveSites, names: Sequence[str]
+    program: Program, member: Member, sites: ActiveSites, names: Sequence[str], copies: bool
 ) -> dict[str, Load]:
     """Return the loads of those of these inputs that are loaded for one member.
 
@@ -249,7 +256,7 @@ def loads_of(
     kept, inputs = member.cache.rows, program.interface.inputs
     taps = {n: s.tap for n in names if isinstance(s := inputs[n], Cached) and s.tap in kept}
     found, read = {}, set[int]()
-    for name, nbytes in frame.loaded_bytes([alone], taps).items():
+    for name, nbytes in frame.loaded_bytes([alone], taps, copies).items():
         reading = 0.0
         for part in stored_parts(kept[taps[name]]):
             if id(part) not in read:

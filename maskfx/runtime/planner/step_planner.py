@@ -18,6 +18,7 @@ from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.read_speed import ReadSpeed
+from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.planner.blocks import GraphBlock, find_blocks
 from maskfx.runtime.planner.calibration import one_batch
@@ -27,6 +28,7 @@ from maskfx.runtime.planner.known_costs import KnownCosts
 from maskfx.runtime.planner.member_facts import facts_of, speed_of
 from maskfx.runtime.planner.plan import QUICK, Plan, plan
 from maskfx.runtime.planner.timeline import NOW, BlockTimes, Start, Timeline, simulate
+from maskfx.runtime.planner.wanted_rows import wanted_taps
 from maskfx.runtime.planning import LoadTrade
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.steps import AnyStep, EditStep, is_fixed
@@ -112,6 +114,7 @@ class StepPlanner:
         default_factory=lambda: LruCache(BATCHES)
     )
     _begun: dict[tuple[int, int], BegunEdit] = field(default_factory=dict)
+    _plans: dict[str, tuple[Choices, Selection]] = field(default_factory=dict)  # by program
 
     def __post_init__(self) -> None:
         self.known = KnownCosts(self.denoiser, self.costs)
@@ -148,6 +151,11 @@ class StepPlanner:
         self._begun = {}
         found = self._planned(steps, [None] * len(steps), start)
         return [step for step in found if isinstance(step, EditStep)]
+
+    def wanted(self, cache: StepCache) -> Sequence[str]:
+        """Return the taps that plans like the latest one read of a recording, in graph order."""
+        program = self.denoiser.programs.get(cache.program)
+        return [] if program is None else wanted_taps(program, self._plans.get(program.code))
 
     def trade(self) -> LoadTrade | None:
         """Return what an edit may load or compute, as measured; None before its first plan."""
@@ -226,6 +234,7 @@ class StepPlanner:
             for edit, picked in zip(kept, by_member(made), strict=True)
         ]
         self._count(free, selections)
+        self._plans[program.code] = free[0], selections[0]
         found: list[AnyStep] = []
         for step, own, edit, selection in zip(steps, free, kept, selections, strict=True):
             if isinstance(step, EditStep) and is_fixed(step):
@@ -285,7 +294,11 @@ class StepPlanner:
         key = (program.code, member.sites, member.batch, *facts_of(member), costs)
         blocks = self._blocks_of(program, member.sites)
         self.store = speed_of(member) or self.store
-        return self._choices.find(key, lambda: choices_of_member(program, blocks, member, costs))
+        loader = self.denoiser.loader
+        copies = loader is None or loader.takes_all(member.device)
+        return self._choices.find(
+            key, lambda: choices_of_member(program, blocks, member, costs, copies)
+        )
 
     def _batch_of(self, each: Sequence[Choices], costs: Costs) -> KnownBatch:
         key = tuple(map(id, each))
