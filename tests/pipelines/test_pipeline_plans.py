@@ -183,7 +183,7 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
     edit(first)
     program, members = one_batch(pipeline_state_of(first).denoisers["transformer"], seen[:1])
     slow = slow_link(len(find_blocks(program, members[0].sites)))
-    costs = {"transformer": replace(slow, whole=1e9)}  # nothing is computed whole
+    costs = {"transformer": replace(slow, whole=1e20)}  # nothing is computed whole
     pipe = maskfx.compile(
         PIPES[NAME].build(), plans=True, loader=maskfx.Loader(), costs=costs, quality="all-steps"
     )

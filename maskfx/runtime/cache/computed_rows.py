@@ -47,9 +47,11 @@ class ComputedCache(StepCache):
     """A recorded step some of whose rows are computed from its inputs when a step reads it.
 
     Args:
+        recorded: The step with its recorded rows.
         values: What is computed, by tap.
     """
 
+    recorded: StepCache
     values: dict[str, ComputedValue]
 
     @property
@@ -67,7 +69,7 @@ def with_computed(cache: StepCache, taps: Collection[str]) -> StepCache:
     for tap, value in values.items():
         rows[tap] = StoredRows(value, shown(value.recorded), as_they_are)
     kept = {f.name: getattr(cache, f.name) for f in fields(StepCache)}
-    return ComputedCache(**{**kept, "rows": rows}, values=values)
+    return ComputedCache(**{**kept, "rows": rows}, recorded=cache, values=values)
 
 
 def shown(rows: Rows) -> Tensor | Packed | RowSubset:
@@ -76,6 +78,11 @@ def shown(rows: Rows) -> Tensor | Packed | RowSubset:
         return rows.shown
     assert not isinstance(rows, InterpolatedRows), "rows between two steps aren't computed"
     return rows.to("meta") if isinstance(rows, Tensor) else rows.mapped(lambda t: t.to("meta"))
+
+
+def recorded_step(cache: StepCache) -> StepCache:
+    """Return the step as it was recorded."""
+    return cache.recorded if isinstance(cache, ComputedCache) else cache
 
 
 def computed_taps(cache: StepCache | None) -> frozenset[str]:
