@@ -130,7 +130,7 @@ def test_rows_on_disk_are_read_by_plans(tmp_path: Path, monkeypatch: pytest.Monk
     assert "rows on disk read at" in maskfx.explain(pipe)
 
 
-def test_a_store_is_read_by_plans_that_nobody_asked_for(
+def test_a_store_is_read_by_plans_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing is read from it, nothing is planned, measured or copied."""

@@ -115,7 +115,7 @@ class TemplateLibrary:
         if name not in self.templates:
             keep = self.keep if denoiser.settings.plans else "both"
             if keep == "both" and is_for_stores(denoiser):
-                keep = "keys"  # plans that nobody asked for take no further bytes
+                keep = "keys"  # plans by default take no further bytes
             if self.budget is None:
                 self.templates[name] = Templates(denoiser, self.tiers, keep, self.share)
             else:

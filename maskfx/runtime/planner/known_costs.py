@@ -83,7 +83,7 @@ class KnownCosts:
         alone = replace(step, plan={}, wide={})
         try:
             with progress.work("calibration", f"calibration of {name}", 1):
-                if is_for_stores(self.denoiser):  # nobody asked for plans: they may not delay
+                if is_for_stores(self.denoiser):  # plans by default may not delay an edit
                     costs = estimate(self.denoiser, alone)
                 else:
                     costs = calibrate(
