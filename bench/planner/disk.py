@@ -16,6 +16,11 @@ at which a step's keys and values take as long to read as the step computes with
 - `naive`: keys and values are read when a step begins, and computed after.
 - `dense`: the module computes all sites and reads nothing; it sees other values outside the mask.
 
+Other processes of the machine are left out of the figures, as far as Linux states how long the
+computing thread was ready and didn't run (`schedstat`): the disk's seconds are stretched as that
+thread is at the moment, and a side's seconds are those that the thread ran, plus those that it was
+blocked, shortened by the side's own stretch.
+
 The denoiser has its real width and, to end within minutes, fewer blocks (`--blocks`).
 
 Wanted: planned within 1.1 of resident. Writes results/planner-disk.json.
@@ -29,7 +34,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,10 +61,46 @@ SIDES = ("planned", "loaded", "keys", "whole", "naive", "dense")  # each against
 USUAL = ("planned", "loaded", "keys", "naive")
 
 
+class Pace:
+    """How other processes stretch this thread: from what it ran, and waited for a core."""
+
+    def __init__(self) -> None:
+        self._path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._recent: deque[tuple[float, float]] = deque([self.now()], maxlen=64)
+
+    def now(self) -> tuple[float, float]:
+        """Return the seconds that the thread has run, and those that it waited for a core."""
+        if not self._path.exists():
+            return time.process_time(), 0.0
+        ran, waited, _ = self._path.read_text().split()
+        return 1e-9 * int(ran), 1e-9 * int(waited)
+
+    def stretch(self) -> float:
+        """Return the recent seconds per second that the thread ran."""
+        found = self.now()
+        if found[0] - self._recent[-1][0] > 0.01:
+            self._recent.append(found)
+        return stretch_of(self._recent[0], self._recent[-1])
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Return the seconds of a call without what other processes take."""
+        began, before = time.perf_counter(), self.now()
+        run()
+        took, after = time.perf_counter() - began, self.now()
+        ran, waited = (b - a for a, b in zip(before, after, strict=True))
+        return ran + max(0.0, took - ran - waited) / stretch_of(before, after)
+
+
+def stretch_of(before: tuple[float, float], after: tuple[float, float]) -> float:
+    ran, waited = (b - a for a, b in zip(before, after, strict=True))
+    return 1 + waited / ran if ran > 0 else 1.0
+
+
 @dataclass
 class SlowDisk(Disk):
-    """A disk whose reads share a bandwidth, in bytes per second."""
+    """A disk whose reads share a bandwidth, in bytes per second at the pace of a thread."""
 
+    pace: Pace
     bandwidth: float = float("inf")
     nbytes: int = 0
     _turn: threading.Lock = field(default_factory=threading.Lock)
@@ -75,7 +117,7 @@ class SlowDisk(Disk):
 
     def _held(self, count: int, began: float) -> int:
         self.nbytes += count
-        left = began + count / self.bandwidth - time.perf_counter()
+        left = began + count * self.pace.stretch() / self.bandwidth - time.perf_counter()
         if left > 0:
             time.sleep(left)
         return count
@@ -111,7 +153,7 @@ def prepare(options: argparse.Namespace, root: Path) -> Bed:
     denoiser = maskfx.compile(
         shape.build().eval(), plans=True, prepack=True, loader=maskfx.Loader()
     )
-    disk = SlowDisk()
+    disk = SlowDisk(Pace())
     resident = Templates(denoiser, Tiers(Store(root, disk=disk), host_bytes=HOST))
     inputs = [shape.inputs(step) for step in range(options.steps)]
     for step, one in enumerate(inputs):
@@ -190,7 +232,13 @@ def measure_link(bed: Bed, share: float, options: argparse.Namespace) -> dict[st
         read[side] = (bed.disk.nbytes - before) / len(bed.inputs)
         if side == "planned":
             told, again, whole = planner.describe(), planner.again, planner.whole
-    seconds = alternate({side: lambda _, side=side: run_side(bed, side) for side in sides}, rounds)
+    clocked: dict[str, list[float]] = {side: [] for side in sides}
+
+    def timed(side: str) -> None:
+        clocked[side].append(bed.disk.pace.seconds(lambda: run_side(bed, side)))
+
+    alternate({side: lambda _, side=side: timed(side) for side in sides}, rounds)
+    seconds = clocked
     bed.disk.bandwidth = float("inf")
     return {
         "of_even": share,
@@ -210,9 +258,9 @@ def measure_link(bed: Bed, share: float, options: argparse.Namespace) -> dict[st
 
 def even_link(bed: Bed, rounds: int) -> tuple[float, float]:
     """Bytes that a step reads for keys and values, and seconds that it computes."""
-    sides = {"resident": lambda _: run_side(bed, "resident")}
     run_side(bed, "resident")
-    taken = figure(alternate(sides, rounds)["resident"])["median"] / len(bed.inputs)
+    times = [bed.disk.pace.seconds(lambda: run_side(bed, "resident")) for _ in range(rounds)]
+    taken = figure(times)["median"] / len(bed.inputs)
     before = bed.disk.nbytes
     run_side(bed, "keys")
     return (bed.disk.nbytes - before) / len(bed.inputs), taken
