@@ -88,9 +88,11 @@ def is_view(name: str, result: object, given: object) -> bool:
     """Return True if a result has the memory of an argument, and nothing was written into it."""
     if not isinstance(result, Tensor) or name.partition(".")[0].endswith("_"):
         return False
-    leaves = pytree.tree_leaves(given)
-    held = {t.untyped_storage().data_ptr() for t in leaves if isinstance(t, Tensor)}
-    return result.untyped_storage().data_ptr() in held
+    tensors = [t for t in pytree.tree_leaves((given, result)) if isinstance(t, Tensor)]
+    if any(t.is_mkldnn for t in tensors):  # packed weights have no storage that can be read
+        return False
+    *held, own = (t.untyped_storage().data_ptr() for t in tensors)
+    return own in held
 
 
 def peaks() -> tuple[float, float]:
