@@ -44,7 +44,8 @@ def compile(
         mode, inductor, cuda_graphs, prepack, stretches: see `maskfx.config.Settings`.
         plans: whether edits may project keys and values again in place of loading them. By default
             a pipeline's loads are planned where recorded rows cross a link to the denoiser's
-            device, such as from host memory to a GPU. A denoiser alone is planned if asked for.
+            device, such as from host memory to a GPU, or are read from a store (`tiers=`). A
+            denoiser alone is planned if asked for.
         example_inputs: arguments to capture a denoiser with; by default it is captured at its
             first call.
         roles: overrides the inferred batch, image and text dimensions of a denoiser's arguments

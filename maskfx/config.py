@@ -28,7 +28,8 @@ class Settings:
         prepack: keep weights in the layout that the matrix library wants (twice the weight memory).
         plans: let an EditStep's plan choose which keys and values are loaded and which are
             projected again from loaded inputs; recordings keep both. None plans where recorded
-            rows cross a link to the device: from host memory to a GPU, not on a CPU.
+            rows cross a link to the device, from host memory to a GPU, and where a pipeline keeps
+            them in a store: then of a CPU's recordings only keys and values.
         programs: a directory in which compiled programs are kept: a process that starts with the
             same module, versions and settings captures nothing. By default programs are not kept.
         stretches: let an EditStep's `wide` choose where blocks compute more than the mask;

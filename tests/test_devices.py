@@ -11,6 +11,7 @@ import copy
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -341,7 +342,7 @@ def test_a_loader_brings_rows_from_the_host_and_leaves_those_on_the_device() -> 
 
 
 def test_planned_loads_from_host_memory_give_the_result_of_the_cpu() -> None:
-    """Over a quick link all keys and values cross, over a slow one their fewer inputs."""
+    """Over a quick link keys and values cross, over a slow one their fewer inputs, or nothing."""
     case, on_cpu, loader = ZOO[FLUX], denoiser_on(FLUX, CPU), Loader()
     denoiser = maskfx.compile(module_on(FLUX), plans=True, loader=loader)
     tiers = Tiers(host_bytes=1 << 30)
@@ -358,10 +359,11 @@ def test_planned_loads_from_host_memory_give_the_result_of_the_cpu() -> None:
         _, kept = on_cpu.record(**inputs_of(FLUX, size, number, CPU))
         wanted += on_cpu.edit([maskfx.EditStep(with_other_picture(size, number, CPU), mask, kept)])
     loaded = []
-    for slow in (1e-14, 1e-6):
-        planner = StepPlanner(denoiser, costs_of(denoiser, edits, slow))
+    for slow, whole in ((1e-14, 1.0), (1e-6, 1e20), (1e-6, 1.0)):
+        costs = replace(costs_of(denoiser, edits, slow), whole=whole)
+        planner = StepPlanner(denoiser, costs)
         planned = planner.plan_ahead(edits)
-        assert [bool(step.plan) for step in planned] == [slow == 1e-6] * len(edits)
+        assert [bool(step.plan) for step in planned] == [whole > 1] * len(edits)
         before = loader.loaded_bytes
         denoiser.ahead(planned)
         for found, expected in zip(denoiser.edit(planned), wanted, strict=True):
@@ -370,7 +372,7 @@ def test_planned_loads_from_host_memory_give_the_result_of_the_cpu() -> None:
         loaded.append(loader.loaded_bytes - before)
         assert planner.latest is not None
         assert loaded[-1] == sum(cost.staged for cost in planner.latest.costs)
-    assert loaded[0] > loaded[1] > 0
+    assert loaded[0] > loaded[1] > loaded[2] == 0
     tiers.close()
     loader.close()
 

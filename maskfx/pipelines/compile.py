@@ -224,7 +224,7 @@ def compile_pipeline(
             decides what is stored so that it fits, and which changes of the image are allowed for
             that. It applies to one image size, the first that is recorded.
         loader: Prefetches recorded rows while the graph computes. By default rows are prefetched
-            where they cross a link to the denoiser's device.
+            where they cross a link to the denoiser's device, or are read from a store.
         costs: Costs of blocks and loads by denoiser name (`unet`, `transformer`), on which plans
             are based; no other denoiser is planned then. By default each denoiser's costs are
             measured at its first edit, and kept in the directory of programs, if there is one.
@@ -265,7 +265,7 @@ def compile_pipeline(
     if budget is not None:
         check_budget(modules, settings, tiers, share, keep)
     denoisers = {}
-    link = None if settings.plans is False else default_loader()
+    link = None if settings.plans is False else default_loader(tiers.store is not None)
     for name, module in modules.items():
         denoisers[name] = compiled(module, settings, loader=loader, link=link)
         if settings.plans is not False and (costs is None or name in costs):
@@ -309,9 +309,12 @@ def compile_pipeline(
 
 
 @cache
-def default_loader() -> Loader:
-    """Return the loader of pipelines that are given none: they share one link to the devices."""
-    return Loader()
+def default_loader(stored: bool) -> Loader:
+    """Return the loader of pipelines that are given none: they share one link to the devices.
+
+    Those whose templates are kept in a store share another one.
+    """
+    return Loader(copies=False, stored=stored)
 
 
 def nothing_without(absent: Sequence[str]) -> str:

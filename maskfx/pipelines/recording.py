@@ -65,7 +65,7 @@ def prefetch_template(call: PipelineCall) -> bool:
         return False
     found = library.has(name)
     if found:
-        call.state.prepared_library().prefetch(name)
+        call.state.prepared_library().prefetch(name, rows=True)
     return found
 
 

@@ -49,6 +49,7 @@ class ModuleChanges:
         self.in_place = InPlace(
             module, weights, programs, executor, validator.adapters, lock, lambda: loads.settings
         )
+        executor.own_weights = lambda: not self.in_place.written
 
     def follow(self) -> None:
         """Bring the module to its device, and forget what a change of its weights invalidates."""

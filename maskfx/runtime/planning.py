@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.steps import AnyStep, EditStep
 
 
@@ -37,6 +38,10 @@ class Planner(Protocol):
 
     def plan_ahead(self, steps: Sequence[EditStep]) -> list[EditStep]:
         """Return edits of the step after that one with plans, so that their loads can begin."""
+        ...
+
+    def wanted(self, cache: StepCache) -> Sequence[str]:
+        """Return the taps that plans read of a recording, in the order of the graph."""
         ...
 
     def trade(self) -> LoadTrade | None:

@@ -161,9 +161,10 @@ class ServeSettings(BaseModel):
     cache_device_bytes: int | None = Field(default=None, ge=0)
     # encoders and VAE in a process beside the steps; auto: if that measures faster
     helpers: Literal["auto", "on", "off"] = "auto"
-    # prefetch rows while computing; auto: where they cross a link to the device, as to a GPU
+    # prefetch rows while computing; auto: where they cross a link to the device, as to a GPU, or
+    # are read from `cache_dir`
     overlap: Literal["auto", "on", "off"] = "auto"
-    # choose per batch what is loaded and what is computed again; auto: where rows cross a link
+    # choose per batch what is loaded and what is computed again; auto: the same
     plans: Literal["auto", "on", "off"] = "auto"
     # bytes per second: loads take as long as over such a link (for measurements); None: no limit
     link_bandwidth: float | None = Field(default=None, gt=0)

@@ -1,22 +1,24 @@
 """Pipelines whose steps are planned, and whose first blocks compute everything."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import maskfx
 import maskfx.runtime.denoiser
 import maskfx.runtime.validation.validate
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.runtime.cache.computed_rows import computed_taps
 from maskfx.runtime.cache.read_speed import ReadSpeed
 from maskfx.runtime.cache.step_cache import has_unread
 from maskfx.runtime.planner.blocks import find_blocks
 from maskfx.runtime.planner.calibration import one_batch
-from maskfx.runtime.planner.choices import INPUT
 from maskfx.runtime.planner.costs import Costs
 from tests.factories.pipelines import PIPES, call_of, picture, square
 
@@ -65,8 +67,13 @@ def test_each_step_obeys_the_plan_that_costs_call_for(monkeypatch: pytest.Monkey
     )
     seen = steps_of(pipe, monkeypatch)
     found = edit(pipe)
-    assert all(step.plan for step in seen), f"nothing is {INPUT}, over a slow link"
+    assert all(map(loads_less, seen)), "keys and values are loaded over a slow link"
     assert abs(found - wanted).max() <= 1, "a plan changed the picture"
+
+
+def loads_less(step: maskfx.EditStep) -> bool:
+    """Return True if keys and values are projected again, or blocks computed whole."""
+    return bool(step.plan) or bool(computed_taps(step.cache))
 
 
 def test_without_a_link_nothing_is_planned_and_explain_says_why() -> None:
@@ -118,9 +125,42 @@ def test_rows_on_disk_are_read_by_plans(tmp_path: Path, monkeypatch: pytest.Monk
     assert abs(found - wanted).max() <= 1, "a plan changed the picture"
     later = seen[1:]
     assert later
-    assert all(step.plan for step in later), f"nothing is {INPUT}, from a slow disk"
+    assert all(map(loads_less, later)), "keys and values are loaded from a slow disk"
     assert all(has_unread(step.cache) for step in later), "keys and values were read too"
     assert "rows on disk read at" in maskfx.explain(pipe)
+
+
+def test_a_store_is_read_by_plans_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is read from it, nothing is planned, measured or copied."""
+
+    def compiled() -> Any:
+        tiers = maskfx.Tiers(maskfx.Store(tmp_path), host_bytes=1 << 30)
+        return maskfx.compile(PIPES[NAME].build(), tiers=tiers, quality="all-steps")
+
+    first = compiled()
+    edit(first)  # records
+    wanted = edit(first)
+    denoiser = pipeline_state_of(first).denoisers["transformer"]
+    assert denoiser.settings.plans
+    assert denoiser.loader is not None
+    assert not denoiser.loader.takes_all(torch.device("cpu"))
+    assert "costs not measured yet" in maskfx.explain(first), "rows in memory need no plan"
+    second = compiled()
+    before = denoiser.loader.loaded_bytes
+    found = edit(second)
+    assert abs(found - wanted).max() <= 1, "a plan changed the picture"
+    assert denoiser.loader.loaded_bytes > before
+    assert "from a store: ahead of the step" in maskfx.explain(second)
+    assert "costs measured in" in maskfx.explain(second)
+    third = maskfx.compile(
+        PIPES[NAME].build(),
+        tiers=maskfx.Tiers(maskfx.Store(tmp_path), host_bytes=1 << 30),
+        quality="all-steps",
+        plans=False,
+    )
+    assert maskfx.explain(third).count("when they are read") == 1
 
 
 def test_plans_can_be_turned_off_over_a_link() -> None:
@@ -142,7 +182,8 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
     seen = steps_of(first, monkeypatch)
     edit(first)
     program, members = one_batch(pipeline_state_of(first).denoisers["transformer"], seen[:1])
-    costs = {"transformer": slow_link(len(find_blocks(program, members[0].sites)))}
+    slow = slow_link(len(find_blocks(program, members[0].sites)))
+    costs = {"transformer": replace(slow, whole=1e20)}  # nothing is computed whole
     pipe = maskfx.compile(
         PIPES[NAME].build(), plans=True, loader=maskfx.Loader(), costs=costs, quality="all-steps"
     )

@@ -27,6 +27,7 @@ from maskfx.pipelines.runs.step_members import CallMember, choose_steps, count_s
 from maskfx.pipelines.templates.batches import picture_of
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.dense_ways import DenseBatch, DenseWay
+from maskfx.runtime.load_choice import has_loads
 from maskfx.runtime.step_executor import StepExecutor
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed
 
@@ -311,19 +312,22 @@ def with_loads(denoiser: CompiledDenoiser, members: Sequence[CallMember]) -> lis
     steps, planner = [member.step for member in members], denoiser.planner
     if denoiser.loader is None:
         return steps
-    if planner is not None:
-        steps = planner.plan_step(steps)
-    denoiser.ahead(steps, only=True)
-    pairs = [(m, step) for m, step in zip(members, steps, strict=True) if is_fixed(step)]
+    own = steps
+    if has_loads(denoiser, steps):
+        if planner is not None:
+            steps = planner.plan_step(steps)
+        denoiser.ahead(steps, only=True)
+    pairs = [(m, step) for m, step in zip(members, own, strict=True) if is_fixed(step)]
     found = (
         member.call.run.handler.upcoming(member.part, step)
         for member, step in pairs
         if isinstance(step, EditStep)
     )
     upcoming = [step for step in found if step is not None]
-    if planner is not None:
-        upcoming = planner.plan_ahead(upcoming)
-    denoiser.ahead(upcoming)
+    if has_loads(denoiser, upcoming):
+        if planner is not None:
+            upcoming = planner.plan_ahead(upcoming)
+        denoiser.ahead(upcoming)
     return steps
 
 

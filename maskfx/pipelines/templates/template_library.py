@@ -22,6 +22,7 @@ from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.store_entry import EntryKey
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.load_choice import is_for_stores
 from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
 from maskfx.runtime.sites.masks import Masks
 from maskfx.runtime.templates.budget import Budget
@@ -113,6 +114,8 @@ class TemplateLibrary:
         """
         if name not in self.templates:
             keep = self.keep if denoiser.settings.plans else "both"
+            if keep == "both" and is_for_stores(denoiser):
+                keep = "keys"  # plans by default take no further bytes
             if self.budget is None:
                 self.templates[name] = Templates(denoiser, self.tiers, keep, self.share)
             else:
@@ -285,10 +288,20 @@ class TemplateLibrary:
         """Return the latents after a step; empty if they are missing."""
         return self._latents(template, AFTER, step)
 
-    def prefetch(self, template: str) -> None:
-        """Prefetch a template's steps into memory."""
+    def prefetch(self, template: str, rows: bool = False) -> None:
+        """Prefetch a template's steps into memory; with `rows`, those that plans want too."""
         for name, step, branch in self._ordered(template):
-            self.templates[name].prefetch(template, [step], branch)
+            self.templates[name].prefetch(template, [step], branch, rows)
+
+    def prefetch_waiting(self, keys: Sequence[EntryKey]) -> None:
+        """Prefetch entries for a request that waits: of recordings the rows that plans want."""
+        left = dict.fromkeys(keys)
+        for part in list(self.templates.values()):
+            own = part.own(left)
+            part.prefetch_waiting(own)
+            left = {key: None for key in left if key not in own}
+        for key in left:
+            self.tiers.prefetch(key)
 
     def in_memory(self, template: str, step: int, name: str) -> bool:
         """Return True if all entries of a denoiser's step are available without reading a disk."""

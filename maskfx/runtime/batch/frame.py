@@ -48,6 +48,7 @@ from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.pair_masks import pair_masks, pair_table
 from maskfx.runtime.batch.recorded import RecordedRows
 from maskfx.runtime.batch.rows import pick_rows, picked_bytes, take_rows
+from maskfx.runtime.cache.computed_rows import is_computed
 from maskfx.runtime.cache.loader import LoadJob, StagedRows
 from maskfx.runtime.cache.rows import (
     InterpolatedRows,
@@ -55,6 +56,7 @@ from maskfx.runtime.cache.rows import (
     RowSubset,
     RowTables,
     device_of,
+    stored_parts,
     tensors_of,
 )
 from maskfx.runtime.hardware.devices import CPU
@@ -132,14 +134,17 @@ class Frame:
         """Return True if an input depends on the layout alone."""
         return not isinstance(source, Given | Tapped | Pairs | PairTable | Adapted)
 
-    def jobs(self, members: Sequence[Member], names: Iterable[str]) -> list[LoadJob]:
+    def jobs(
+        self, members: Sequence[Member], names: Iterable[str], copies: bool = True
+    ) -> list[LoadJob]:
         """Return load jobs for the cached rows among these inputs.
 
-        Rows that are on the batch's device already need no load.
+        Rows that are on the batch's device already need no load. On a CPU all rows are loaded, as
+        from a slower memory; without `copies`, those that have to be read from a store.
         """
         self._bring(members)
         out = []
-        for name, nbytes in self.loaded_bytes(members, names).items():
+        for name, nbytes in self.loaded_bytes(members, names, copies).items():
             source = self.interface.inputs[name]
             assert isinstance(source, Cached), "no other input has cached rows"
             # copied before the load begins, which reads it on a separate stream
@@ -149,8 +154,10 @@ class Frame:
             out.append(LoadJob(name, nbytes, job))
         return out
 
-    def loaded_bytes(self, members: Sequence[Member], names: Iterable[str]) -> dict[str, int]:
-        """Return the bytes of those of these inputs that have to be loaded."""
+    def loaded_bytes(
+        self, members: Sequence[Member], names: Iterable[str], copies: bool = True
+    ) -> dict[str, int]:
+        """Return the bytes of those of these inputs that have to be loaded (see `jobs`)."""
         found = {}
         for name in names:
             source = self.interface.inputs[name]
@@ -158,7 +165,7 @@ class Frame:
                 continue
             pairs = self.stored(name, members)
             found[name] = sum(
-                picked_bytes(rows, index) for rows, index in pairs if self._loads(rows)
+                picked_bytes(rows, index) for rows, index in pairs if self._loads(rows, copies)
             )
         return {name: nbytes for name, nbytes in found.items() if nbytes}
 
@@ -179,9 +186,12 @@ class Frame:
         picks = zip(self.picks_of(name, source), self.layout.batches, strict=True)
         return [len(index) * batch for index, batch in picks]
 
-    def _loads(self, rows: Rows) -> bool:
-        """Return True if rows have to be loaded; on a CPU always, as from a slower memory."""
-        return self.device.type == "cpu" or any(t.device != self.device for t in tensors_of(rows))
+    def _loads(self, rows: Rows, copies: bool) -> bool:
+        if is_computed(rows):
+            return False
+        if self.device.type == "cpu":
+            return copies or bool(stored_parts(rows))
+        return any(t.device != self.device for t in tensors_of(rows))
 
     def late(self, members: Sequence[Member]) -> frozenset[str]:
         """Return the inputs whose values are still being computed elsewhere."""

@@ -168,6 +168,9 @@ class Loader:
         lane: Copies the rows; by default a stream of the batch's device.
         clock: Returns the time in seconds.
         sleep: Waits for a number of seconds.
+        copies: On a CPU, copy rows of its memory too, as if they lay elsewhere. Without, only rows
+            that have to be read from a store are loaded there.
+        stored: Whether recorded steps are kept in a store, such as a directory.
     """
 
     def __init__(
@@ -178,6 +181,8 @@ class Loader:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         overlap: bool = True,
+        copies: bool = True,
+        stored: bool = False,
     ) -> None:
         if not bandwidth > 0 or not (staging_bytes is None or staging_bytes >= 0):
             raise InputError(
@@ -185,6 +190,7 @@ class Loader:
                 "second above 0, and 0 or more bytes"
             )
         self.bandwidth, self.staging_bytes, self.overlap = bandwidth, staging_bytes, overlap
+        self.copies, self.stored = copies, stored
         self.overruns = 0
         self.staged = 0
         self.loaded_bytes = 0
@@ -218,6 +224,10 @@ class Loader:
         On a CPU they lie in the memory that it computes in, unless a bandwidth was given.
         """
         return self.bandwidth < inf or device.type != "cpu"
+
+    def takes_all(self, device: torch.device) -> bool:
+        """Return True if rows in host memory are loaded to a device, not only those in stores."""
+        return self.copies or self.has_link(device)
 
     def room(self, device: torch.device) -> float:
         """Return the bytes of a device's staging buffer."""

@@ -95,7 +95,9 @@ class StepCache:
     stats: dict[tuple[tuple[str, ...], int], SiteStats] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     masks: Masks | None = None  # only what edits with these can read is kept
-    given: list[object] = field(default_factory=list)  # the inputs, where edits run in full
+    given: list[object] = field(
+        default_factory=list
+    )  # the inputs, where edits may compute from them
     adapters: tuple[tuple[str, float], ...] = ()  # digest and weight of each it was recorded with
 
     def nbytes(self) -> int:
@@ -202,7 +204,9 @@ class StepCache:
         else:
             rows = {t: InterpolatedRows(r, second.rows[t], weight) for t, r in first.rows.items()}
             stats = {k: s.towards(second.stats[k], weight) for k, s in first.stats.items()}
-        return changed(self, rows=dict(rows), stats=stats, sums={}, masks=first.masks)
+        # rows computed from this step's inputs would be others than those in between
+        given = [] if rows else self.given
+        return changed(self, rows=dict(rows), stats=stats, sums={}, masks=first.masks, given=given)
 
 
 def changed(cache: StepCache, **changes: object) -> StepCache:
@@ -213,6 +217,22 @@ def changed(cache: StepCache, **changes: object) -> StepCache:
 def has_unread(cache: StepCache) -> bool:
     """Return True if rows of the step are still to be read from a store."""
     return any(map(stored_parts, cache.rows.values()))
+
+
+Then = Callable[[StepCache | None], bool]  # what is done with a step that was read
+
+
+def is_found(cache: StepCache | None) -> bool:
+    return cache is not None
+
+
+def read_rows(cache: StepCache, taps: Sequence[str], goes_on: Callable[[], bool]) -> None:
+    """Read the rows of these taps from their store, until `goes_on` returns False."""
+    for tap in taps:
+        for part in stored_parts(cache.rows[tap]) if tap in cache.rows else ():
+            if not goes_on():
+                return
+            part.read()
 
 
 def places_of(rows: Rows) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,7 @@ from maskfx.runtime.cache.disk_tier import DiskTier
 from maskfx.runtime.cache.entry_store import EntryStore
 from maskfx.runtime.cache.movers import HostMover, Mover
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding
-from maskfx.runtime.cache.step_cache import StepCache, has_unread
+from maskfx.runtime.cache.step_cache import StepCache, Then, has_unread, is_found
 from maskfx.runtime.cache.store_entry import EntryKey
 from maskfx.runtime.cache.tier_entry import FoundStep, Tier, TierCounters, TierEntry
 
@@ -120,9 +120,9 @@ class Tiers:
             cache = self._promote(key, cache)
         return FoundStep(cache, tier)
 
-    def prefetch(self, key: EntryKey, parts: bool = False) -> Future[bool]:
-        """Read an entry into host memory in the background; the result is False on a miss."""
-        return self._readers.submit(lambda: self._fetch(key, parts)[0] is not None)
+    def prefetch(self, key: EntryKey, parts: bool = False, then: Then = is_found) -> Future[bool]:
+        """Read an entry in the background; the result, that of `then`, is False on a miss."""
+        return self._readers.submit(lambda: then(self._fetch(key, parts)[0]))
 
     def pin(self, key: EntryKey) -> None:
         """Exempt an entry from eviction, even before it is cached; each pin needs one `unpin`."""

@@ -28,6 +28,7 @@ from maskfx.runtime.execution.one_by_one import run_shared
 from maskfx.runtime.execution.side_graphs import SideMemo, run_side
 from maskfx.runtime.execution.step_results import StepResults
 from maskfx.runtime.execution.stretch_steps import apart, choose_first
+from maskfx.runtime.execution.template_rows import TemplateRows
 from maskfx.runtime.execution.twins import Changed, Twins
 from maskfx.runtime.lora.stacks import StackCache
 from maskfx.runtime.sites.active import ActiveSitesCache
@@ -62,6 +63,8 @@ class BatchExecutor:
         self.equal = Equality()
         self.twins, self.stacks = Twins(settings.inductor), StackCache()
         self.graphs = GraphRuns(settings, loader, self._frame)
+        self.template_rows = TemplateRows(self._prepared, self.graphs.packed)
+        self.own_weights: Callable[[], bool] = lambda: True  # False: with adapters in them
         self.derived = DerivedWeights()
 
     def run(
@@ -76,6 +79,8 @@ class BatchExecutor:
         members = self.members(program, calls)
         results: list[object] = [None] * len(calls)
         kept = choose_first(program.interface, members)
+        if split is None and self.own_weights() and self.graphs.source is None:
+            self.template_rows.compute(program, calls, members, self.graphs.settings.prepack)
         for number in kept:
             results[number] = recorded_output(calls[number])
         for own, group in self._adapted_batches(program, calls, members, kept, split is not None):
@@ -97,7 +102,7 @@ class BatchExecutor:
         """Yield the batches of a step by the members' numbers, and the program that runs each."""
         groups = [[n for n in group if n not in left_out] for group in in_batches(members)]
         # loads ahead and ranks' shares are of rows that are known before the step
-        if splits or self.graphs.loads.loader is not None:
+        if splits or self.graphs.loads.has_loads(members):
             groups = apart(groups, members)
         for group in filter(None, groups):
             compilations = [calls[n].inputs.compilation for n in group]
@@ -135,6 +140,13 @@ class BatchExecutor:
         )
         return [results.of(index) for index in range(len(calls))]
 
+    def _prepared(
+        self, program: Program, calls: Sequence[ValidatedCall], members: Sequence[Member]
+    ) -> Frame:
+        """Give members the values of their inputs, and return their frame."""
+        self._give(calls, members)
+        return self._frame(program, members)
+
     def _give(self, calls: Sequence[ValidatedCall], members: Sequence[Member]) -> None:
         """Run the side graphs and give the members the values of their inputs."""
         for call, member in zip(calls, members, strict=True):
@@ -166,8 +178,7 @@ class BatchExecutor:
         self._drop_runners()
         for group in in_batches(members):
             chosen = [members[n] for n in group]
-            self._give([calls[n] for n in group], chosen)
-            yield twin, self._frame(twin, chosen), chosen
+            yield twin, self._prepared(twin, [calls[n] for n in group], chosen), chosen
 
     def members(self, program: Program, calls: Sequence[ValidatedCall]) -> list[Member]:
         """Return calls as members of a batch, without the values of their inputs."""
@@ -187,6 +198,7 @@ class BatchExecutor:
         """Drop frames, runners and side results; the programs they belong to are gone."""
         self.frames.clear()
         self.graphs.forget()
+        self.template_rows.forget()
         self.sides.kept.clear()
         self.stacks.kept.clear()
         self.twins.forget()
@@ -205,6 +217,7 @@ class BatchExecutor:
         for _, frame in self.frames.items():
             frame.forget_given()
         self.graphs.forget_packed()
+        self.template_rows.forget()
 
     @contextmanager
     def nothing_kept(self) -> Iterator[None]:

@@ -20,7 +20,9 @@ from maskfx.runtime.backends.eager import first_uses
 from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
+from maskfx.runtime.cache.computed_rows import computed_taps
 from maskfx.runtime.cache.loader import Loader, Loading
+from maskfx.runtime.cache.step_cache import has_unread
 
 
 @dataclass
@@ -156,7 +158,7 @@ class Prefetcher:
         self, program: Program, frame: Frame, members: Sequence[Member]
     ) -> Iterator[BatchLoads | None]:
         """Provide the loads of the running step; cancel those that it leaves unread."""
-        if self.loader is None or all(m.cache is None for m in members):
+        if not self.has_loads(members):
             yield None
             return
         self._taken = []
@@ -190,6 +192,13 @@ class Prefetcher:
                 begun.loading.cancel()
         self._begun, self._taken = wanted, []
 
+    def has_loads(self, members: Sequence[Member]) -> bool:
+        """Return True if rows that these members read are loaded, not read where they lie."""
+        if self.loader is None:
+            return False
+        caches = [(m.cache, m.device) for m in members if m.cache is not None]
+        return any(self.loader.takes_all(device) or has_unread(cache) for cache, device in caches)
+
     def pending(self, member: Member) -> set[str] | None:
         """Return the inputs of a member that aren't loaded yet; None if its loads aren't begun."""
         begun = next((begun for begun in self._begun if begun.serves(member)), None)
@@ -205,18 +214,26 @@ class Prefetcher:
     def _assembled(
         self, program: Program, frame: Frame, members: Sequence[Member], early: bool = False
     ) -> BatchLoads:
-        """Return the loads of a batch's members; begin those that aren't in flight, together."""
-        loads, slots, missing = list(self._begun), list[Slot | None](), list[Member]()
+        """Return the loads of a batch's members; begin those that aren't in flight.
+
+        They are begun together where the same rows are computed instead.
+        """
+        loads, slots = list(self._begun), list[Slot | None]()
+        missing: dict[frozenset[str], list[tuple[int, Member]]] = {}  # by what they don't load
         for member in members:
             if member.cache is not None:
                 slots.append(self._slot(member, slots))
-                missing += [member] if slots[-1] is None else []
-        if missing:
-            whole = len(missing) == len(slots)
-            own = frame if whole else self.frame_of(program, missing)
-            loads.append(self._begin(program, own, members if whole else missing, early))
-        new = iter(loads[-1].reading() if missing else ())
-        filled = [slot or (len(loads) - 1, next(new)) for slot in slots]
+                if slots[-1] is None:
+                    alike = missing.setdefault(computed_taps(member.cache), [])
+                    alike.append((len(slots) - 1, member))
+        for group in missing.values():
+            whole = len(group) == len(slots)
+            chosen = members if whole else [member for _, member in group]
+            own = frame if whole else self.frame_of(program, chosen)
+            loads.append(self._begin(program, own, chosen, early))
+            for (number, _), place in zip(group, loads[-1].reading(), strict=True):
+                slots[number] = len(loads) - 1, place
+        filled = [slot for slot in slots if slot is not None]
         used = sorted({number for number, _ in filled})
         return BatchLoads(
             [loads[number] for number in used],
@@ -237,6 +254,6 @@ class Prefetcher:
         self, program: Program, frame: Frame, members: Sequence[Member], early: bool
     ) -> StartedLoad:
         assert self.loader is not None, "nothing loads without a loader"
-        jobs = frame.jobs(members, self.order(program))
+        jobs = frame.jobs(members, self.order(program), self.loader.takes_all(frame.device))
         loading = self.loader.begin(jobs, frame.device)
         return StartedLoad(frame, tuple(members), loading, early)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from maskfx.ir.lanes import Lane
 from maskfx.ir.late import wait_for
-from maskfx.ir.program import Interface
+from maskfx.ir.program import KEYS, Interface
+from maskfx.ir.values import copy_of
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.output_rows import OutputRows, output_rows
@@ -18,6 +19,8 @@ from maskfx.runtime.batch.rows import empty_output, own_rows, place_rows, tap_pa
 from maskfx.runtime.cache.step_cache import StepCache, keep_rows
 from maskfx.runtime.hardware.devices import copied
 from maskfx.runtime.steps import EditStep, ValidatedCall
+
+LEAST = 8  # times the bytes of the inputs has a recording that keeps them
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,9 @@ class StepResults:
     def _recording(self, index: int, flat: Sequence[Tensor]) -> StepCache:
         """Return the recording of a member: its outputs and the rows that the graph emitted."""
         call, alone = self.calls[index], len(self.calls) == 1
-        cache = call.recording([t.clone() for t in flat], self.fingerprint())
+        plans = bool(self.interface.regions_of(KEYS))  # they may compute rows from the inputs
+        inputs = [copy_of(wait_for(value)) for value in call.inputs.values] if plans else ()
+        cache = call.recording([t.clone() for t in flat], self.fingerprint(), inputs)
         taps = list(self.interface.taps.values())
         parts = [
             [
@@ -98,7 +103,13 @@ class StepResults:
             for tap, rows in zip(taps, self.emitted, strict=True)
         ]
         keep_rows(cache, taps, parts)
+        if input_bytes(cache) * LEAST > cache.nbytes():
+            cache.given = []
         return cache
+
+
+def input_bytes(cache: StepCache) -> int:
+    return sum(value.nbytes for value in cache.given if isinstance(value, Tensor))
 
 
 def owns(rows: Tensor, arguments: Sequence[object]) -> bool:

@@ -18,12 +18,19 @@ from maskfx.ir.program import KEYS as KEYS_REGION
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.flops import square_mask
 from maskfx.runtime.batch.member import Member
+from maskfx.runtime.cache.computed_rows import with_computed
 from maskfx.runtime.cache.loader import Loader, LoadJob
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.execution.prefetch import Stopwatch
 from maskfx.runtime.hardware.devices import CPU, moved
-from maskfx.runtime.planner.blocks import KINDS, GraphBlock, find_blocks
-from maskfx.runtime.planner.choices import with_plan, work_of
+from maskfx.runtime.planner.blocks import FLOPS, KINDS, GraphBlock, find_blocks
+from maskfx.runtime.planner.choices import (
+    can_compute,
+    taps_computed,
+    whole_seconds,
+    with_plan,
+    work_of,
+)
 from maskfx.runtime.planner.costs import Costs, Sample, fit
 from maskfx.runtime.planner.least_squares import Floats
 from maskfx.runtime.sites.mask import Mask
@@ -40,6 +47,7 @@ TRIALS = (
     (0.25, 1, False),
 )
 LOADS = (16, 64, 256, 1024, 4096)  # rows of the loads that are measured
+LEAST_WHOLE = 0.1  # of what is predicted: a smaller measured share is noise
 LOADS_SECONDS = 2.0  # after which no larger load is measured
 
 
@@ -77,7 +85,53 @@ def calibrate(
     trials = measure_all(denoiser, batches, repeats, lambda: clock() > until)
     device = trials[0].device if trials else CPU
     samples = [trial.sample() for trial in trials]
-    return fit(samples, measure_loads(loader_of(denoiser), device=device))
+    costs = fit(samples, measure_loads(loader_of(denoiser), device=device))
+    return measure_whole(trials[0], costs, repeats, lambda: clock() > until) if trials else costs
+
+
+def estimate(denoiser: CompiledDenoiser, step: EditStep) -> Costs:
+    """Return costs from two runs of one edit: each block's seconds per FLOP, and free loads.
+
+    For rows that are read from a store into the memory that the denoiser computes in: the store's
+    speed is known apart from these, and a plan can't wait for a calibration.
+    """
+    trial = TrialBatch.of(denoiser, [dataclasses.replace(step, plan={}, wide={})])
+    runs = [trial.run() for _ in range(2)]  # the first builds tables
+    seconds, around = runs[-1]
+    flops = trial.work[:, :FLOPS].sum(1)
+    usual = float(seconds.sum() / max(flops.sum(), 1.0))
+    each = np.divide(seconds, flops, out=np.full(len(flops), usual), where=flops > 0)
+    fixed = np.where(flops > 0, 0.0, seconds)
+    slopes = tuple((*(float(one),) * FLOPS, 0.0) for one in each)
+    return Costs(tuple(map(float, fixed)), slopes, around, 0.0, 0.0)
+
+
+def measure_whole(trial: TrialBatch, costs: Costs, repeats: int, late: Callable[[], bool]) -> Costs:
+    """Return the costs with what is measured of computing the first edit's recording again."""
+    step = dataclasses.replace(trial.steps[0], plan={})
+    program, [member] = one_batch(trial.denoiser, [step])
+    if not can_compute(member) or member.cache is None:
+        return costs
+    taps = taps_computed(program, member.cache, trial.blocks)
+    if not taps:
+        return costs
+    predicted = sum(whole_seconds(program, trial.blocks, member, costs)[: len(taps) - 1])
+    clock, taken = clock_of(trial.device), []
+    for number in range(1 + min(repeats, 3)):
+        if number > 1 and late():
+            break
+        computed = with_computed(step.cache, frozenset().union(*taps))
+        seconds = []
+        for cache in (step.cache, computed):
+            own = [dataclasses.replace(step, cache=cache)]
+            for loading in trial.denoiser.ahead(own, only=True):
+                loading.wait()
+            begun = clock()
+            trial.denoiser.step(own)
+            seconds.append(clock() - begun)
+        taken.append(seconds[1] - seconds[0])
+    measured = statistics.median(taken[1:])
+    return dataclasses.replace(costs, whole=max(measured / predicted, LEAST_WHOLE))
 
 
 def measure(denoiser: CompiledDenoiser, steps: Sequence[EditStep], repeats: int = 3) -> Sample:

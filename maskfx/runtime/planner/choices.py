@@ -1,4 +1,8 @@
-"""Choices: what each block of a step may load or project again, for one member of a batch.
+"""Choices: what each block of a step may load or compute again, for one member of a batch.
+
+A block's cached rows are loaded, or keys and values projected again from loaded inputs, or the
+block is computed whole: for all sites of the recorded inputs too, whose rows follow from those of
+the block before. So the blocks that are computed whole are the first ones.
 
 A member without cached rows, such as a recording, has no choice: it computes all sites.
 """
@@ -6,7 +10,8 @@ A member without cached rows, such as a recording, has no choice: it computes al
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -15,11 +20,13 @@ import numpy as np
 from torch import Tensor
 
 from maskfx.ir.program import Program
-from maskfx.ir.sources import Cached
+from maskfx.ir.sources import Cached, Loaded, Source
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
+from maskfx.runtime.cache.computed_rows import is_exact, with_computed
 from maskfx.runtime.cache.rows import StoredValue, stored_parts
+from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.planner.blocks import GraphBlock
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.least_squares import Floats
@@ -27,8 +34,10 @@ from maskfx.runtime.planner.timeline import BlockChoice
 from maskfx.runtime.planning import LoadTrade
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.mask import Mask
+from maskfx.runtime.steps import EditStep
 
 KEYS, INPUT = "load keys and values", "load inputs, project again"
+WHOLE = "compute whole, load nothing"
 Menu = tuple[BlockChoice, ...]
 
 
@@ -49,6 +58,7 @@ class Choices:
         moved: loads by name of the choice and of the input.
         everywhere: all sites, which a plan projects again.
         kept: bytes of the recorded step.
+        taps: the cached rows that each block reads, where it may be computed whole.
     """
 
     menus: tuple[Menu, ...]
@@ -56,18 +66,28 @@ class Choices:
     moved: Mapping[str, Mapping[str, Load]]
     everywhere: Tensor | None
     kept: int = 0
+    taps: Sequence[Collection[str]] = ()
 
     @cached_property
     def names(self) -> set[str]:
         """The names of all inputs that some choice loads."""
         return {name for block in self.blocks for name in block.names}
 
-    def plan(self, selection: Sequence[int]) -> dict[int, Tensor]:
-        """Return the plan of an edit (`EditStep.plan`) that a selection stands for."""
-        if self.everywhere is None:
-            return {}
-        picked = zip(self.blocks, self.menus, selection, strict=True)
-        return {block.region: self.everywhere for block, menu, i in picked if menu[i].name == INPUT}
+    def names_of(self, selection: Sequence[int]) -> list[str]:
+        """Return the name of the selected choice of each block."""
+        return [menu[i].name for menu, i in zip(self.menus, selection, strict=True)]
+
+    def planned(self, step: EditStep, selection: Sequence[int]) -> EditStep:
+        """Return an edit that does what is selected."""
+        chosen, plan = self.names_of(selection), dict[int, Tensor]()
+        if self.everywhere is not None:
+            regions = (
+                b.region for b, name in zip(self.blocks, chosen, strict=True) if name == INPUT
+            )
+            plan = dict.fromkeys(regions, self.everywhere)
+        whole = [taps for taps, name in zip(self.taps, chosen, strict=False) if name == WHOLE]
+        cache = with_computed(step.cache, frozenset().union(*whole))
+        return dataclasses.replace(step, plan=plan, cache=cache)
 
     def fixed(self, selection: Sequence[int], pending: set[str], costs: Costs) -> Choices:
         """Return the same with a selection made, whose inputs are loaded except for `pending`."""
@@ -85,10 +105,9 @@ class Choices:
         keys, inputs = (total(self.moved.get(name, {}).values()).nbytes for name in (KEYS, INPUT))
         if not keys or not costs.load_slope:
             return None
-        again = sum(menu[-1].compute_seconds - menu[0].compute_seconds for menu in self.menus)
-        both = all(
-            len(menu) > 1 for menu, b in zip(self.menus, self.blocks, strict=True) if b.region
-        )
+        pairs = [(menu[0], input_of(menu)) for menu in self.menus]
+        again = sum(two.compute_seconds - one.compute_seconds for one, two in pairs if two)
+        both = all(two for (_, two), b in zip(pairs, self.blocks, strict=True) if b.region)
         avoided = keys - inputs if both else 0
         return LoadTrade(
             nbytes=keys,
@@ -97,6 +116,11 @@ class Choices:
             avoidable=max(0.0, avoided / keys),
             per_byte=max(0.0, again / avoided) if avoided > 0 else 0.0,
         )
+
+
+def input_of(menu: Menu) -> BlockChoice | None:
+    """Return the choice of projecting again, beside another one."""
+    return next((choice for choice in menu[1:] if choice.name == INPUT), None)
 
 
 def total(loads: Iterable[Load | None]) -> Load:
@@ -109,9 +133,16 @@ def loading(load: Load, costs: Costs) -> dict[str, float]:
 
 
 def choices_of_member(
-    program: Program, blocks: Sequence[GraphBlock], member: Member, costs: Costs
+    program: Program,
+    blocks: Sequence[GraphBlock],
+    member: Member,
+    costs: Costs,
+    copies: bool = True,
 ) -> Choices:
-    """Return one member's choices: equal for all steps of a request."""
+    """Return one member's choices: equal for all steps of a request.
+
+    `copies`: whether rows in the memory of a CPU are loaded too (see `Frame.jobs`).
+    """
     if member.cache is None or member.sites.mask is None or member.written is not None:
         work = costs.compute(work_of(blocks, member.sites, member.batch)).tolist()
         only = tuple((BlockChoice(KEYS, compute_seconds=seconds),) for seconds in work)
@@ -123,7 +154,7 @@ def choices_of_member(
     }
     order = list(dict.fromkeys(name for block in blocks for name in block.names))
     chosen = {name for block in blocks if block.region for name in block.names}
-    loads = {name: loads_of(program, member, own, order) for name, own in sides.items()}
+    loads = {name: loads_of(program, member, own, order, copies) for name, own in sides.items()}
     fixed = {name: load for name, load in loads[KEYS].items() if name not in chosen}
     moved = {
         KEYS: loads[KEYS],
@@ -132,7 +163,7 @@ def choices_of_member(
     seconds = {
         name: costs.compute(work_of(blocks, sites, member.batch)) for name, sites in sides.items()
     }
-    menus = tuple(
+    menus = [
         tuple(
             BlockChoice(
                 name,
@@ -142,8 +173,59 @@ def choices_of_member(
             for name in names_of(program, member, block.region)
         )
         for n, block in enumerate(blocks)
-    )
-    return Choices(menus, blocks, moved, everywhere.sites, member.cache.nbytes())
+    ]
+    taps = taps_computed(program, member.cache, blocks) if can_compute(member) else []
+    if taps:
+        recorded = whole_seconds(program, blocks, member, costs)
+        menus[0] = tuple(dataclasses.replace(choice, leaves_full=True) for choice in menus[0])
+        for n in range(1, len(taps)):
+            both = float(seconds[KEYS][n]) + recorded[n - 1]
+            menus[n] += (BlockChoice(WHOLE, 0.0, 0.0, both, True, True, extra_bytes=math.inf),)
+        moved[WHOLE] = {}
+    return Choices(tuple(menus), blocks, moved, everywhere.sites, member.cache.nbytes(), taps)
+
+
+def can_compute(member: Member) -> bool:
+    """Return True if rows of a member's recording can be computed again as they were recorded.
+
+    Its inputs have to be known, of the member's own sizes, and it has no adapters.
+    """
+    cache = member.cache
+    if cache is None or member.written is not None:
+        return False
+    return bool(cache.given) and not cache.adapters and cache.sizes == member.sites.sizes
+
+
+def taps_computed(
+    program: Program, cache: StepCache, blocks: Sequence[GraphBlock]
+) -> list[frozenset[str]]:
+    """Return the cached rows of the first blocks, as far as all of them can be computed again.
+
+    Rows in fewer bits can't: an edit would depend on whether it computes them. Of the first block,
+    which begins with the step, there are none.
+    """
+    found = []
+    for block in blocks:
+        sources = [program.interface.inputs[name] for name in block.names]
+        taps = [s.tap for s in sources if isinstance(s, Cached) and not projects(program, s)]
+        if not all(tap in cache.rows and is_exact(cache.rows[tap]) for tap in taps):
+            break
+        found.append(frozenset(taps))
+    return found if len(found) > 1 else []
+
+
+def projects(program: Program, source: Source) -> bool:
+    """Return True for rows that keys and values are projected from again."""
+    return isinstance(source, Loaded) and bool(program.interface.region_of(source))
+
+
+def whole_seconds(
+    program: Program, blocks: Sequence[GraphBlock], member: Member, costs: Costs
+) -> list[float]:
+    """Return the seconds in which each block computes all sites of a recording."""
+    every = ActiveSites(program.interface.pyramid, member.sites.sizes, None)
+    seconds = costs.compute(work_of(blocks, every, member.batch)) + np.array(costs.fixed)
+    return [float(each) for each in costs.whole * seconds]
 
 
 def names_of(program: Program, member: Member, region: int) -> list[str]:
@@ -161,7 +243,7 @@ def with_plan(sites: ActiveSites, regions: Mapping[int, Mask]) -> ActiveSites:
 
 
 def loads_of(
-    program: Program, member: Member, sites: ActiveSites, names: Sequence[str]
+    program: Program, member: Member, sites: ActiveSites, names: Sequence[str], copies: bool
 ) -> dict[str, Load]:
     """Return the loads of those of these inputs that are loaded for one member.
 
@@ -174,7 +256,7 @@ def loads_of(
     kept, inputs = member.cache.rows, program.interface.inputs
     taps = {n: s.tap for n in names if isinstance(s := inputs[n], Cached) and s.tap in kept}
     found, read = {}, set[int]()
-    for name, nbytes in frame.loaded_bytes([alone], taps).items():
+    for name, nbytes in frame.loaded_bytes([alone], taps, copies).items():
         reading = 0.0
         for part in stored_parts(kept[taps[name]]):
             if id(part) not in read:

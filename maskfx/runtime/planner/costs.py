@@ -17,7 +17,7 @@ import numpy as np
 from maskfx.errors import InputError
 from maskfx.runtime.planner.least_squares import Floats, non_negative
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Sample:
 class Costs:
     """Predicts seconds: `fixed + work @ slopes` per block, plus `around` once per step.
 
-    A load takes `load_fixed + nbytes * load_slope` seconds.
+    A load takes `load_fixed + nbytes * load_slope` seconds. Computing all sites of a recording
+    takes `whole` times what that predicts.
     """
 
     fixed: tuple[float, ...]
@@ -41,6 +42,7 @@ class Costs:
     around: float
     load_fixed: float
     load_slope: float
+    whole: float = 1.0
 
     def compute(self, work: Floats) -> Floats:
         """Return the seconds of each block, without its fixed part."""

@@ -19,7 +19,8 @@ from maskfx.errors import InputError
 from maskfx.ir import progress
 from maskfx.ir.program import Program
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.planner.calibration import calibrate, trial_batches
+from maskfx.runtime.load_choice import is_for_stores
+from maskfx.runtime.planner.calibration import calibrate, estimate, trial_batches
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.steps import EditStep
 
@@ -82,9 +83,12 @@ class KnownCosts:
         alone = replace(step, plan={}, wide={})
         try:
             with progress.work("calibration", f"calibration of {name}", 1):
-                costs = calibrate(
-                    self.denoiser, trial_batches(self.denoiser, alone), REPEATS, SECONDS
-                )
+                if is_for_stores(self.denoiser):  # plans by default may not delay an edit
+                    costs = estimate(self.denoiser, alone)
+                else:
+                    costs = calibrate(
+                        self.denoiser, trial_batches(self.denoiser, alone), REPEATS, SECONDS
+                    )
         except Exception as error:  # an edit is never worse off than without plans
             self._origins[program.code] = f"no plans: {type(error).__name__}: {error!s:.200}"
             log.warning("%s: costs can't be measured, so its loads aren't planned: %s", name, error)
@@ -99,7 +103,7 @@ class KnownCosts:
             1e-6 / costs.load_slope if costs.load_slope else float("inf"),
         )
         path = self._path(program)
-        if path is not None:
+        if path is not None and not is_for_stores(self.denoiser):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 costs.save(path)

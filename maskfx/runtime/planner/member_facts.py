@@ -17,6 +17,7 @@ def facts_of(member: Member) -> tuple[object, ...]:
     rows = member.cache.rows.values()
     where = {device_of(each) for each in list(rows)[:1]}  # an entry lies in one tier
     facts = sum(each.nbytes for each in rows), *where, member.written is None
+    facts = *facts, bool(member.cache.given), bool(member.cache.adapters)
     unread = unread_parts(member)
     if not unread:
         return facts

@@ -245,7 +245,7 @@ def made_tables(blocks: tuple[BlockTimes, ...], buffer_bytes: float, tiers: int)
     compute, leaves, load, staged, needs, extra, more, *kept = numbers
     begins = np.array([block.begins_step for block in blocks])[:, None, None]
     pays = np.stack([np.where(begins, 0.0, needs), np.zeros_like(needs)], 1)
-    staged = staged[:, None] + pays * more[:, None]
+    staged = staged[:, None] + np.where(pays > 0, more[:, None], 0.0)
     fits = known[:, None] & (staged <= min(buffer_bytes, sys.float_info.max))
     by_tier = [kept[t][:, None] + pays * kept[tiers + t][:, None] for t in range(tiers)]
     return CostTables(

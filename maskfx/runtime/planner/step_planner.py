@@ -13,8 +13,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from maskfx.errors import InputError
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
@@ -24,12 +22,13 @@ from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.planner.blocks import GraphBlock, find_blocks
 from maskfx.runtime.planner.calibration import one_batch
-from maskfx.runtime.planner.choices import INPUT, Choices, choices_of_member
+from maskfx.runtime.planner.choices import INPUT, WHOLE, Choices, choices_of_member, input_of
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.known_costs import KnownCosts
 from maskfx.runtime.planner.member_facts import facts_of, speed_of
 from maskfx.runtime.planner.plan import QUICK, Plan, plan
 from maskfx.runtime.planner.timeline import NOW, BlockTimes, Start, Timeline, simulate
+from maskfx.runtime.planner.wanted_rows import wanted_taps
 from maskfx.runtime.planning import LoadTrade
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.steps import AnyStep, EditStep, is_fixed
@@ -61,9 +60,8 @@ class PlannedBatch:
 class BegunEdit:
     """An edit whose loads were begun under a plan; it holds the objects that identify it."""
 
-    cache: StepCache
-    mask: Tensor
-    plan: dict[int, Tensor]
+    step: EditStep
+    planned: EditStep
     selection: Selection
     choices: Choices
 
@@ -108,6 +106,7 @@ class StepPlanner:
     widths: Sequence[int] = QUICK
     latest: Timeline | None = None  # of the step that was planned last
     again: tuple[int, int] = (0, 0)  # of the latest plan: projected again, of all that may be
+    whole: tuple[int, int] = (0, 0)  # blocks computed whole, of all that may be
     store: ReadSpeed | None = None  # of the store that rows were read from by a plan
     _blocks: dict[Hashable, list[GraphBlock]] = field(default_factory=dict)
     _choices: LruCache[tuple[Any, ...], Choices] = field(default_factory=lambda: LruCache(CHOICES))
@@ -115,6 +114,7 @@ class StepPlanner:
         default_factory=lambda: LruCache(BATCHES)
     )
     _begun: dict[tuple[int, int], BegunEdit] = field(default_factory=dict)
+    _plans: dict[str, tuple[Choices, Selection]] = field(default_factory=dict)  # by program
 
     def __post_init__(self) -> None:
         self.known = KnownCosts(self.denoiser, self.costs)
@@ -131,7 +131,7 @@ class StepPlanner:
         blocks = self._batch_of(each, costs).blocks
         found = plan(blocks, self._room(members), start, widths=self.widths)
         planned = [
-            dataclasses.replace(step, plan=own.plan(picked))
+            own.planned(step, picked)
             for step, own, picked in zip(steps, each, by_member(found), strict=True)
         ]
         return PlannedBatch(planned, found, blocks)
@@ -152,6 +152,11 @@ class StepPlanner:
         found = self._planned(steps, [None] * len(steps), start)
         return [step for step in found if isinstance(step, EditStep)]
 
+    def wanted(self, cache: StepCache) -> Sequence[str]:
+        """Return the taps that plans like the latest one read of a recording, in graph order."""
+        program = self.denoiser.programs.get(cache.program)
+        return [] if program is None else wanted_taps(program, self._plans.get(program.code))
+
     def trade(self) -> LoadTrade | None:
         """Return what an edit may load or compute, as measured; None before its first plan."""
         for (*_, costs), own in reversed(self._choices.items()):
@@ -170,7 +175,8 @@ class StepPlanner:
             costs += f", rows on disk read at {self.store.describe()}"
         return (
             f"{costs}; latest step: {self.again[0]} of {self.again[1]} keys and "
-            f"values projected again, {1e3 * self.latest.end:.1f} ms predicted, of which "
+            f"values projected again, {self.whole[0]} of {self.whole[1]} blocks computed whole, "
+            f"{1e3 * self.latest.end:.1f} ms predicted, of which "
             f"{1e3 * waits:.1f} ms wait for loads"
         )
 
@@ -228,14 +234,15 @@ class StepPlanner:
             for edit, picked in zip(kept, by_member(made), strict=True)
         ]
         self._count(free, selections)
+        self._plans[program.code] = free[0], selections[0]
         found: list[AnyStep] = []
-        for step, own, selection in zip(steps, free, selections, strict=True):
+        for step, own, edit, selection in zip(steps, free, kept, selections, strict=True):
             if isinstance(step, EditStep) and is_fixed(step):
-                step = dataclasses.replace(step, plan=own.plan(selection))
-                self._begun[key_of(step)] = BegunEdit(
-                    step.cache, step.mask, dict(step.plan), selection, own
-                )
-            found.append(step)
+                planned = own.planned(step, selection) if edit is None else with_begun(step, edit)
+                self._begun[key_of(step)] = BegunEdit(step, planned, selection, own)
+                found.append(planned)
+            else:
+                found.append(step)
         return found
 
     def _beside_begun(
@@ -248,7 +255,10 @@ class StepPlanner:
         start: Start,
     ) -> Plan:
         """Plan a step of which some loads are begun: these edits have no choice left."""
-        planned = [with_begun(step, edit) for step, edit in zip(steps, kept, strict=True)]
+        planned = [
+            step if edit is None or not isinstance(step, EditStep) else with_begun(step, edit)
+            for step, edit in zip(steps, kept, strict=True)
+        ]
         [(_, _, members)] = self.denoiser.groups(planned)
         left = []
         for own, edit, member in zip(free, kept, members, strict=True):
@@ -284,7 +294,11 @@ class StepPlanner:
         key = (program.code, member.sites, member.batch, *facts_of(member), costs)
         blocks = self._blocks_of(program, member.sites)
         self.store = speed_of(member) or self.store
-        return self._choices.find(key, lambda: choices_of_member(program, blocks, member, costs))
+        loader = self.denoiser.loader
+        copies = loader is None or loader.takes_all(member.device)
+        return self._choices.find(
+            key, lambda: choices_of_member(program, blocks, member, costs, copies)
+        )
 
     def _batch_of(self, each: Sequence[Choices], costs: Costs) -> KnownBatch:
         key = tuple(map(id, each))
@@ -297,13 +311,14 @@ class StepPlanner:
         return float("inf") if loader is None else loader.room(members[0].device)
 
     def _count(self, each: Sequence[Choices], selections: Sequence[Selection]) -> None:
-        chosen = [
-            menu[i].name == INPUT
+        names = [
+            name
             for own, selection in zip(each, selections, strict=True)
-            for menu, i in zip(own.menus, selection, strict=True)
-            if len(menu) > 1
+            for name in own.names_of(selection)
         ]
-        self.again = sum(chosen), len(chosen)
+        menus = [menu for own in each for menu in own.menus]
+        self.again = names.count(INPUT), sum(input_of(menu) is not None for menu in menus)
+        self.whole = names.count(WHOLE), sum(menu[-1].name == WHOLE for menu in menus)
 
 
 def plan_surely(
@@ -341,10 +356,9 @@ def chooses(step: AnyStep) -> bool:
     return isinstance(step, EditStep) and step.choice is not None
 
 
-def with_begun(step: AnyStep, begun: BegunEdit | None) -> AnyStep:
-    if begun is None or not isinstance(step, EditStep):
-        return step
-    return dataclasses.replace(step, plan=begun.plan)
+def with_begun(step: EditStep, begun: BegunEdit) -> EditStep:
+    """Return an edit with the plan that its loads were begun under."""
+    return dataclasses.replace(step, plan=begun.planned.plan, cache=begun.planned.cache)
 
 
 def by_member(found: Plan) -> Iterable[Selection]:

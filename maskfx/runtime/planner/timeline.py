@@ -58,7 +58,8 @@ class BlockChoice:
         needs_full: whether the full stream must be live at the entry; if it isn't, the extra load
             is added.
         leaves_full: whether the full stream is live at the exit.
-        extra_bytes: bytes of the extra load.
+        extra_bytes: bytes of the extra load; infinite if the full stream can't be loaded, so that
+            the choice can only follow one that leaves it live.
         extra_seconds: seconds of the extra load.
         kept_bytes: bytes that a template keeps for this choice, by tier (`storage_budget.py`).
         extra_kept: bytes that a template keeps for the extra load, by tier.
@@ -79,7 +80,7 @@ class BlockChoice:
     def __post_init__(self) -> None:
         numbers = _numbers_of(self)
         for name, value in zip(NUMBERS, numbers, strict=True):
-            if not 0 <= value < math.inf:
+            if not 0 <= value < math.inf and (name, value) != ("extra_bytes", math.inf):
                 _refuse(f"choice {self.name!r}", **{name: value})
         for value in (*self.kept_bytes, *self.extra_kept):
             _refuse(f"choice {self.name!r}", kept_bytes=value)
@@ -90,6 +91,7 @@ class BlockChoice:
         if not bytes_per_second > 0:
             raise InputError(f"bytes_per_second={bytes_per_second!r}; give a positive number")
         load, extra = self.load_bytes / bytes_per_second, self.extra_bytes / bytes_per_second
+        extra = extra if extra < math.inf else 0.0
         return replace(self, load_seconds=load, extra_seconds=extra)
 
 
@@ -216,6 +218,11 @@ def batch_costs(
             staged += choice.load_bytes
             compute += choice.compute_seconds
             if choice.needs_full and not (flags[member] or block.begins_step):
+                if math.isinf(choice.extra_bytes):
+                    raise InputError(
+                        f"block {number}: {choice.name!r} needs the rows of all sites, which can't "
+                        "be loaded; select what computes them for the block before"
+                    )
                 load += choice.extra_seconds
                 staged += choice.extra_bytes
             flags[member] = choice.leaves_full

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import xxhash
@@ -15,7 +15,7 @@ from maskfx.errors import BudgetError, CacheError, InputError
 from maskfx.ir.program import KEYS, Program
 from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.cache.serialize import SCHEMA
-from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.cache.step_cache import StepCache, read_rows
 from maskfx.runtime.cache.store_entry import EntryKey
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -137,7 +137,7 @@ class Templates:
                 f"Templates: step {step}, but steps are 0 to {self.steps - 1}; give "
                 "Templates(steps=) the steps of the longest call"
             )
-        kept = self._kept(cache) if self.wants(step) else replace(cache, rows={}, stats={}, sums={})
+        kept = self._kept(cache) if self.wants(step) else outputs_of(cache)
         self.tiers.put(self.key(template, step, branch), kept)
 
     def get(
@@ -180,13 +180,37 @@ class Templates:
             return None
         return EditStep(inputs, mask, cache, any_step=not self.wants(step), wide=wide or {})
 
-    def prefetch(self, template: str, steps: Iterable[int], branch: str = "") -> list[Future[bool]]:
+    def prefetch(
+        self, template: str, steps: Iterable[int], branch: str = "", rows: bool = False
+    ) -> list[Future[bool]]:
         """Prefetch steps into memory in the background, in this order.
 
-        Where a planner chooses what is read of their rows, all but the rows.
+        Where a planner chooses what is read of their rows, all but the rows. With `rows`, for a
+        request that waits, also those that a plan will want; they are part of the bytes that the
+        tiers hold, and are left to the step that reads them if these have no room.
         """
         keys = self._keys(template, steps, branch)
+        if rows:
+            return self.prefetch_waiting(list(keys))
         return [self.tiers.prefetch(key, self._in_parts) for key in keys]
+
+    def prefetch_waiting(self, keys: Sequence[EntryKey]) -> list[Future[bool]]:
+        """Prefetch the entries that a request will read which waits, with the rows it wants."""
+        if not self._in_parts:
+            return [self.tiers.prefetch(key) for key in keys]
+        return [self.tiers.prefetch(key, True, partial(self._read_rows, key)) for key in keys]
+
+    def own(self, keys: Iterable[EntryKey]) -> list[EntryKey]:
+        """Return those of these entries that are recordings of this denoiser."""
+        known = self.denoiser.fingerprint()
+        return [key for key in keys if key == self.key(key.template, key.step, key.branch, known)]
+
+    def _read_rows(self, key: EntryKey, cache: StepCache | None) -> bool:
+        """Read what a plan will want of an entry, as long as it is in memory."""
+        planner = self.denoiser.planner
+        if cache is not None and planner is not None:
+            read_rows(cache, planner.wanted(cache), lambda: self.tiers.where(key) is not None)
+        return cache is not None
 
     def in_memory(self, template: str, step: int, branch: str = "") -> bool:
         """Whether all entries that serve this step are on the device or the host."""
@@ -264,6 +288,8 @@ class Templates:
             needed = interface.taps_for(sides) - crossing
             cache = cache.packed(how, needed & cache.rows.keys())
         room = int(self._room * cache.sizes.get("batch", 1))
+        if cache.nbytes() > room and cache.rows:
+            cache = replace(cache, given=[])  # then no plan computes rows from the inputs
         if cache.nbytes() > room:
             raise BudgetError(
                 f"Templates: a step of {cache.sizes} takes {cache.nbytes()} bytes, the budget has "
@@ -276,3 +302,9 @@ class Templates:
         if key not in self._reaches:
             self._reaches[key] = find_reach(program.interface, sizes, masks)
         return self._reaches[key]
+
+
+def outputs_of(cache: StepCache) -> StepCache:
+    """Return a recording without what its neighbours serve."""
+    given = [] if cache.rows else cache.given
+    return replace(cache, rows={}, stats={}, sums={}, given=given)

@@ -19,6 +19,7 @@ from maskfx.compiler.capture import roles as roles_
 from maskfx.ir import progress
 from maskfx.ir.lru import LruCache
 from maskfx.ir.objects import open_objects
+from maskfx.runtime.cache.computed_rows import recorded_step
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.lora.layers import SetCache
 from maskfx.runtime.programs.program_cache import ProgramCache
@@ -150,7 +151,7 @@ class Validator:
 
     def _fit(self, step: EditStep, inputs: ValidatedInputs, mask: Mask) -> Fit:
         """Check that an edit's recording fits its mask and inputs, unless that is known."""
-        cache, weights = step.cache, self.weights.fingerprint()
+        cache, weights = recorded_step(step.cache), self.weights.fingerprint()
         facts = (inputs.program_code, inputs.sizes, inputs.latent.dtype, weights, inputs.constants)
         fits = self._fits.get(cache)
         fit = None if fits is None else fits.get(mask)

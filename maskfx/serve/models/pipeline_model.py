@@ -216,9 +216,8 @@ class PipelineModel:
             self.family.library.forget(name)
 
     def prefetch(self, template: str) -> None:
-        for key in self.recordings.entries(template):
-            if self.tiers.where(key) is None:
-                self.tiers.prefetch(key)
+        entries = self.recordings.entries(template)
+        self.family.library.prefetch_waiting([k for k in entries if self.tiers.where(k) is None])
 
     def register_adapter(self, name: str) -> None:
         if self.adapters is not None and self.settings.lora_dir is not None:

@@ -29,12 +29,17 @@ from tests.passes.tools import error
 CASES = ("UNet2DConditionModel-sd15", "FluxTransformer2DModel")
 
 
-def edits(case: Case, denoiser: maskfx.CompiledDenoiser, count: int = 3) -> list[maskfx.EditStep]:
+def edits(
+    case: Case, denoiser: maskfx.CompiledDenoiser, count: int = 3, inputs_kept: bool = False
+) -> list[maskfx.EditStep]:
+    """Edits of several sizes; without the recorded inputs no block can be computed whole."""
     out = []
     for index in range(count):
         size = case.sizes[index % len(case.sizes)]
         torch.manual_seed(index)
         _, cache = denoiser.record(**case.inputs(size, index))
+        if not inputs_kept:
+            cache = dataclasses.replace(cache, given=[])
         mask = masks.random(case.mask_shape(size), index)
         inputs = case.inputs(size, index + 10)
         out.append(maskfx.EditStep(inputs, mask, cache, any_step=True))

@@ -15,7 +15,7 @@ from maskfx.errors import CacheError
 from maskfx.runtime.cache import read_speed
 from maskfx.runtime.cache.filesystem import Disk
 from maskfx.runtime.cache.read_speed import ReadSpeed
-from maskfx.runtime.cache.rows import RowSubset, StoredRows, in_memory, whole
+from maskfx.runtime.cache.rows import RowSubset, StoredRows, in_memory, stored_parts, whole
 from maskfx.runtime.cache.serialize import CHECK, StepReader, decode, encode
 from maskfx.runtime.cache.step_cache import has_unread
 from maskfx.runtime.cache.store import Store
@@ -91,7 +91,7 @@ def bed_of(name: str, root: Path) -> Bed:
     size = case.sizes[0]
     denoiser = maskfx.compile(case.build(), plans=True, loader=Loader())
     inputs = case.inputs(size, 0)
-    cache = denoiser.record(**inputs)[1]
+    cache = dataclasses.replace(denoiser.record(**inputs)[1], given=[])  # nothing is computed whole
     mask = masks.random(case.mask_shape(size), 0)
     made = Bed(case, denoiser, case.inputs(size, 1), mask, cache, root, CountingDisk())
     made.templates().put("cat", 0, cache)
@@ -314,3 +314,40 @@ def test_the_store_gives_parts_of_its_own_entries_only(tmp_path: Path) -> None:
     assert store.parts(key(step=1)) is None
     with pytest.raises(CacheError, match="replaced or cut short"):
         parts.read(0, 5)
+
+
+def test_a_request_that_waits_reads_what_its_plan_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the graph; then its step reads nothing more."""
+    bed = bed_of("FluxTransformer2DModel", tmp_path)
+    [program] = bed.denoiser.programs.values()
+    regions = [program.interface.region_taps(r) for r in range(1, len(bed.denoiser.regions) + 1)]
+    keys, inputs = (set().union(*taps) for taps in zip(*regions, strict=True))
+    for slope, wanted, unwanted in ((0.0, keys, inputs), (1e-3, inputs, keys)):
+        with_speed(monkeypatch, 0.0, slope)
+        first = bed.edit(bed.templates())
+        assert bed.denoiser.planner is not None
+        bed.denoiser.step(bed.denoiser.planner.plan_step([first]))
+        templates = bed.templates()
+        [done] = templates.prefetch("cat", [0], rows=True)
+        assert done.result()
+        waiting = bed.edit(templates)
+        unread = {tap for tap, rows in waiting.cache.rows.items() if stored_parts(rows)}
+        assert not unread & wanted
+        assert unwanted - wanted <= unread
+        before = bed.disk.nbytes
+        bed.denoiser.step(bed.denoiser.planner.plan_step([waiting]))
+        assert bed.disk.nbytes == before
+
+
+def test_rows_for_a_request_that_waits_stay_within_the_memory(tmp_path: Path) -> None:
+    bed = bed_of("FluxTransformer2DModel", tmp_path)
+    templates = Templates(bed.denoiser, Tiers(Store(bed.root, disk=bed.disk), host_bytes=1))
+    before = bed.disk.nbytes
+    [done] = templates.prefetch("cat", [0], rows=True)
+    assert done.result()
+    opened = bed.disk.nbytes - before
+    [done] = bed.templates().prefetch("cat", [0])
+    assert done.result()
+    assert bed.disk.nbytes - before == 2 * opened, "no more than without rows"
