@@ -293,6 +293,7 @@ def compile_pipeline(
         execute,
         coders,
         encoders,
+        alone=True,
         adapters=default_adapters if adapters is None else lambda: adapters,
         pool=RollingPool(patch_bytes, PATCH_REQUESTS),
     )
