@@ -177,7 +177,13 @@ class InPlace:
                 "weights are inference tensors, of which changes aren't seen; load the model "
                 "outside of torch.inference_mode()"
             )
+        if any(one.weight.device.type == "cpu" and one.weight.is_shared() for one in own.layers):
+            return "the weights lie in memory that other processes read"
         return ""
+
+    def refuse(self, why: str) -> None:
+        """Note why adapters that all members of a step share aren't written."""
+        self._refused = why
 
     def describe(self) -> str:
         """Return what was measured and chosen, or why nothing is written; "" without adapters."""

@@ -207,6 +207,15 @@ def test_why_nothing_is_written_is_said(module: nn.Module) -> None:
     assert "aren't written: Inductor's code holds packed weights" in denoiser.explain()
 
 
+def test_weights_that_other_processes_read_stay_as_they_are(module: nn.Module) -> None:
+    denoiser, own = maskfx.compile(module), (update_of(module, 4, 1),)
+    denoiser.in_place.costs = Always()
+    denoiser.share_memory()
+    with denoiser.in_place.step(own, 1, 64, 10) as written:
+        assert not written
+    assert "in memory that other processes read" in denoiser.explain()
+
+
 def test_a_change_before_they_are_written_is_seen(module: nn.Module) -> None:
     denoiser, own, call = maskfx.compile(module), (update_of(module, 4, 1),), inputs(1, 8, 8)
     denoiser.in_place.costs = Always()

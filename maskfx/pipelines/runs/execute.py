@@ -34,6 +34,9 @@ from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fi
 log = logging.getLogger(__name__)
 
 
+# why adapters of such steps aren't written into the weights
+ELSEWHERE = "steps are computed in other processes, which read the weights in shared memory"
+
 Executors = Callable[[CompiledDenoiser], StepExecutor | None]  # None: in this thread
 
 
@@ -153,6 +156,8 @@ def run_group(
                 if measured:
                     synchronize(calls[0].denoiser)
         elif flat:
+            if executor is not None and any(member.step.adapters for member in flat):
+                calls[0].denoiser.in_place.refuse(ELSEWHERE)
             run_parts(calls[0].denoiser, flat, executor)
     # edits of other requests would read wrong values from a recording
     check_finite(m for m in flat if m.error is None and (finite or m.call.recording))
