@@ -12,7 +12,8 @@ prompt to the latents or, with `--pixels`, to the picture. The sides, with one t
 
 Encoders, scheduler and decoder run in the main process on all sides, so the call gains less than
 its steps. The bound is that of Amdahl: the call with its steps halved. Seconds need idle cores:
-`load_at_start` in the header is the load of other work. Writes ranks-guided-call.json to bench/results.
+`load_at_start` in the header is the load of other work. Writes ranks-guided-call.json to
+bench/results.
 """
 
 from __future__ import annotations

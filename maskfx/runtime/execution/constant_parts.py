@@ -25,6 +25,7 @@ from maskfx.ir.part_hooks import acts
 from maskfx.ir.values import same_values
 
 LARGEST = 64 << 20  # bytes of a result that is kept
+MOST = 256 << 20  # bytes of all results; further ones are computed in each step
 
 Origins = Mapping[int, Sequence[Tensor]]  # the requests' tensors of an argument, by its id
 
@@ -62,6 +63,11 @@ class ConstantParts:
         self._proved: set[int] = set()
         self._refused: set[int] = set()
         self._kept: Any = WeakIdKeyDictionary()  # argument -> results by the part's id
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all kept results."""
+        return sum(one.value.nbytes for held in self._kept.values() for one in held.values())
 
     def forget(self) -> None:
         """Drop all that is known; the module may compute something else now."""
@@ -192,6 +198,8 @@ class ConstantParts:
             each = result.shape[0] // total
             sizes = [source.shape[0] * each for source in sources]
             parts = [own.clone() for own in result.split(sizes)]
+        if self.nbytes + result.nbytes > MOST:
+            return
         for source, own in zip(sources, parts, strict=True):
             kept = KeptResult(own, own._version, weights)
             self._kept[source] = {

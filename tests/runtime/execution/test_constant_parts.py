@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import maskfx
 from maskfx import DenseStep
+from maskfx.runtime.execution import constant_parts
 from maskfx.runtime.execution.constant_parts import ConstantParts
 from tests.factories.lora import merged, update_of
 from tests.passes.tools import error
@@ -97,6 +99,25 @@ def test_a_result_that_the_module_writes_into_isnt_kept() -> None:
         with torch.no_grad():
             assert torch.equal(found, net(**call(number, hint)))
     assert not parts.reused
+
+
+def test_results_end_with_their_argument_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net().eval()
+    parts, hints = ConstantParts(net), [torch.randn(1, 5, 3) for _ in range(2)]
+    for number in range(4):
+        for hint in hints:
+            run(parts, net, call(number, hint))
+    assert parts.nbytes == 2 * 5 * 4 * 4
+    hints.pop()
+    del hint
+    gc.collect()
+    assert parts.nbytes == 5 * 4 * 4
+    monkeypatch.setattr(constant_parts, "MOST", 0)
+    other = ConstantParts(net)
+    for number in range(4):
+        run(other, net, call(number, hints[0]))
+    assert not other.nbytes
+    assert not other.reused
 
 
 @pytest.mark.parametrize("adapted", [False, True])
