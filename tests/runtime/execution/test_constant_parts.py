@@ -30,15 +30,15 @@ class Counted(nn.Linear):
 class Net(nn.Module):
     """A network with a hint that belongs to the request, and latents that change."""
 
-    def __init__(self, writes: bool = False) -> None:
+    def __init__(self, writes: float | None = None) -> None:
         super().__init__()
         self.embed = nn.Sequential(Counted(3, 4), nn.SiLU())
         self.into, self.out, self.writes = Counted(4, 4), nn.Linear(4, 4), writes
 
     def forward(self, sample: Tensor, timestep: Tensor, hint: Tensor) -> Tensor:
         known = self.embed(hint)
-        if self.writes:
-            known += timestep.view(-1, 1, 1)
+        if self.writes is not None:
+            known += self.writes * timestep.view(-1, 1, 1)
         return self.out(self.into(sample) + known * timestep.view(-1, 1, 1))
 
 
@@ -91,8 +91,9 @@ def test_changed_weights_and_arguments_are_computed() -> None:
             assert torch.equal(run(parts, net, call(1, hint)), net(**call(1, hint)))
 
 
-def test_a_result_that_the_module_writes_into_isnt_kept() -> None:
-    net = Net(writes=True).eval()
+@pytest.mark.parametrize("writes", [1.0, 0.0])
+def test_a_result_that_the_module_writes_into_isnt_kept(writes: float) -> None:
+    net = Net(writes).eval()
     parts, hint = ConstantParts(net), torch.randn(1, 5, 3)
     for number in range(5):
         found = run(parts, net, call(number, hint))
