@@ -39,6 +39,7 @@ import maskfx
 from bench import harness
 from bench.adapters.workflow import SCALES, build_workflow, call_of
 from bench.report import columns
+from maskfx.pipelines.compile import pipeline_state_of
 
 KINDS = (nn.Linear, nn.Conv2d)
 LENGTH = 0.02  # of a difference, as a share of its weight's
@@ -80,10 +81,12 @@ class Bed:
         ]
         quality = maskfx.Quality.of("all-steps")
         self.quality = replace(quality, reuse="steps", refresh=1) if asked.dense else quality
-        self.pipe = maskfx.compile(copy.deepcopy(self.plain), quality="all-steps")
+        tiers = [maskfx.Tiers(host_bytes=asked.template_gib << 30) for _ in range(2)]
+        own = copy.deepcopy(self.plain)
+        self.pipe = maskfx.compile(own, quality="all-steps", tiers=tiers[0])
         merged = copy.deepcopy(self.plain)
         merge(merged.unet, self.paths[0])
-        self.merged = maskfx.compile(merged, quality="all-steps")
+        self.merged = maskfx.compile(merged, quality="all-steps", tiers=tiers[1])
 
     def call(self, number: int, masked: bool) -> dict[str, Any]:
         return call_of(self.plain, self.scale, number, self.asked.steps, masked)
@@ -137,6 +140,7 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
         seconds = harness.alternate({name: counted(name) for name in sides}, asked.rounds)
         costs = maskfx.explain(bed.pipe)
+        notes = [*pipeline_state_of(bed.pipe).notes, *pipeline_state_of(bed.merged).notes]
     written = [line for line in costs.splitlines() if "in the weights" in line]
     return {
         "seconds": {name: harness.figure(found) for name, found in seconds.items()},
@@ -147,6 +151,7 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "file_bytes": bed.paths[0].stat().st_size,
         "relative_error": error,
         "in_place": written,
+        "notes": notes,  # such as templates that didn't fit: then edits record again
     }
 
 
@@ -157,6 +162,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--template-gib", type=int, default=6, help="memory of a side's templates")
     parser.add_argument("--dense", action="store_true", help="all sites, all steps")
     parser.add_argument("--out", type=Path, default=harness.ROOT / "bench" / "results")
     asked = parser.parse_args(given)
@@ -175,7 +181,7 @@ def main(given: list[str]) -> int:
         rows.append([name, f"{own['median']:.2f}", *(f"{s:.2f}" for s in shares), f"{faster:.2f}"])
     print(columns(rows))
     print(f"files of {found['file_bytes'] / 1e6:.1f} MB; error {found['relative_error']:.1e}")
-    print("\n".join(found["in_place"]))
+    print("\n".join([*found["in_place"], *found["notes"]]))
     return 0
 
 

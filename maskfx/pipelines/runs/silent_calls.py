@@ -69,6 +69,11 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
+def makes_zeros(module: nn.Module, inputs: Mapping[str, object], result: object) -> bool:
+    """Return True if a call's result is zero, and so are others with the same numbers."""
+    return is_zero(result) and is_always_zero(module, inputs)
+
+
 @torch.no_grad()
 def is_always_zero(module: nn.Module, inputs: Mapping[str, object]) -> bool:
     """Return True if results are zero for all tensors, because of the numbers in a call.
