@@ -118,7 +118,11 @@ class Weights:
         self._remember()
 
     def change(self) -> WeightChange:
-        """Return how the weights changed since the last call."""
+        """Return how the weights changed since the last call; writes of `writing` end first."""
+        with self._writing:
+            return self._change()
+
+    def _change(self) -> WeightChange:
         if not self._same:
             if self._moved():
                 self._remember()

@@ -24,6 +24,7 @@ from maskfx.runtime.lora.in_place_costs import (
     InPlaceCosts,
     SharedStep,
 )
+from maskfx.runtime.lora.patch import WeightPatch
 from tests.factories.lora import difference_of, merged, update_of
 from tests.factories.offloading import Elsewhere
 from tests.passes.tools import error
@@ -231,6 +232,26 @@ def test_a_change_before_they_are_written_is_seen(module: nn.Module) -> None:
         assert denoiser.fingerprint() != fingerprint
         assert error(denoiser.step([RecordStep(call, own)])[0][0], wanted) < TOLERANCE
     denoiser.in_place.end()
+
+
+def test_a_thread_that_looks_while_they_are_written_sees_no_change(
+    denoiser: CompiledDenoiser, module: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, before, seen = (update_of(module, 4, 1),), denoiser.fingerprint(), list[str]()
+    other = threading.Thread(target=lambda: seen.append(denoiser._weights.change().name))
+    apply = WeightPatch.apply
+
+    def slow(self: WeightPatch, updates: Updates) -> None:
+        apply(self, updates)
+        other.start()
+        other.join(0.2)
+
+    monkeypatch.setattr(WeightPatch, "apply", slow)
+    with denoiser.in_place.step(own, 1, 64, 10) as written:
+        assert written
+        other.join(60)
+        assert seen == ["NONE"]
+        assert denoiser.fingerprint() == before
 
 
 def test_equal_runs_alone_are_decided_by_counts(
