@@ -19,7 +19,9 @@ Asked for: 1.2 times faster at SSIM 0.95 or more on the slow link, and within 5 
 mean over `--pictures` edits. The other scales have random weights, whose likeness means little:
 such ControlNets change little from step to step, or their results matter little. Beside SSIM stand
 the relative difference of the latents, that to a run without the ControlNet, and the cosine of the
-network's results of neighbouring steps. Writes adapters-late-control-SCALE.json to bench/results.
+network's results of neighbouring steps. With `--every`, the denoiser and the networks are computed
+at every n-th step, and `late` reads the results of the computed step before. Writes
+adapters-late-control-SCALE.json to bench/results, with `--masked` and `--every` named so too.
 """
 
 from __future__ import annotations
@@ -128,7 +130,8 @@ class Bed:
         self.pipe = maskfx.compile(origin, quality="all-steps")
 
     def call(self, control: str, **more: Any) -> dict[str, Any]:
-        quality, asked = replace(QUALITY, control=control), self.asked
+        asked = self.asked
+        quality = replace(QUALITY, control=control, every=asked.every)
         if not asked.masked:
             quality = replace(quality, reuse="steps", refresh=1)
         if asked.scale == SHIPPED:
@@ -255,6 +258,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--masked", action="store_true", help="edits of a mask, not of all sites")
+    parser.add_argument("--every", type=int, default=1, help="of the steps are computed")
     parser.add_argument("--links", nargs="+", choices=(*SPEEDS, RATIO))
     parser.add_argument("--out", type=Path, default=harness.ROOT / "bench" / "results")
     asked = parser.parse_args(given)
@@ -264,7 +268,9 @@ def main(given: list[str]) -> int:
         found = measure(Bed(asked, engine, link))
     result = {**harness.header("bench.adapters.late_control", given), **vars(asked), **found}
     result["out"] = str(asked.out.name)
-    harness.write_json(asked.out / f"adapters-late-control-{asked.scale}.json", result)
+    ending = "-masked" if asked.masked else ""
+    ending += "" if asked.every == 1 else f"-every-{asked.every}"
+    harness.write_json(asked.out / f"adapters-late-control-{asked.scale}{ending}.json", result)
     rows = [["link", "ms on the link per step", "sync s", "late s", "times faster"]]
     rows += [
         [

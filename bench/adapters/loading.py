@@ -18,18 +18,23 @@ to read. The sides:
 
 Every round runs all sides, in a changing order; an overhead is a ratio to `none`, or to `plain` for
 `serial` and `hotswap`, in the same round.
-`late` is also run with other speeds of the store: its latents must be equal bit for bit. Writes
-adapters-loading.json to bench/results, with another `--start` adapters-loading-START.json.
+`late` is also run with other speeds of the store: its latents must be equal bit for bit. `least` is
+the overhead that remains if loading beside the steps and the adapters themselves cost nothing: the
+steps before `--start` hide no more of the store's seconds than they take. Of a load that nothing
+delays, the seconds until it is there and the processor seconds of the loading processes are
+measured too. Writes adapters-loading.json to bench/results, with another `--start` or `--side`
+adapters-loading-START-SIDE.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,6 +58,7 @@ from maskfx.serve.models.model_source import load_pipeline
 NAMES = ("one", "two")
 RANK = 16
 START = 10  # step from which on the files act
+SIDE = 256  # of the picture
 PEFT = find_spec("peft") is not None
 PLAIN = ("plain", "serial", "hotswap")  # sides without maskfx
 WANTED = {"late": 1.05, "serial": 1.80}
@@ -74,6 +80,12 @@ def write_files(folder: Path, unet: nn.Module) -> list[Path]:
         save_file(tensors, folder / f"{name}.safetensors")
         paths.append(folder / f"{name}.safetensors")
     return paths
+
+
+def processor_seconds(pids: Sequence[int]) -> float:
+    """Processor seconds of these processes so far."""
+    fields = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
+    return sum(sum(map(int, own[11:13])) for own in fields) / os.sysconf("SC_CLK_TCK")
 
 
 def arguments(steps: int, side: int) -> dict[str, Any]:
@@ -148,6 +160,25 @@ class Bed:
         adapter = converted(path.name, load_file(path), {}, target, FileLimits())
         return WeightedLayers(adapter.parts["unet"], 1.0, adapter.digest)
 
+    def loads(self) -> tuple[float, float]:
+        """Seconds until both files are loaded from a quick store, and the processes' own."""
+        self.slow_down(0.0)
+        target = LoraTarget.of(self.plain)
+        for name, path in zip(NAMES, self.paths, strict=True):
+            if name in self.adapters:
+                self.adapters.remove(name)
+            self.adapters.register(name, path)
+        pids = [child.pid for child in self.adapters._loader._idle]
+        busy, began = processor_seconds(pids), time.perf_counter()
+        known = [self.adapters.get(name) for name in NAMES]
+        leases = [self.adapters.acquire(k, target.fields, target.kind_digest) for k in known]
+        for lease in leases:
+            lease.wait(None)
+        took = time.perf_counter() - began
+        for lease in leases:
+            lease.release()
+        return took, processor_seconds(pids) - busy
+
     def patching(self) -> float:
         """Seconds of writing both files' updates into the weights, and taking them out."""
         updates = [self.read(path) for path in self.paths]
@@ -173,8 +204,9 @@ def main(given: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--start", type=int, default=START)
-    parser.add_argument("--side", type=int, default=256)
+    parser.add_argument("--side", type=int, default=SIDE)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sides", nargs="+", help="by default all")
     parser.add_argument("--seconds", type=float, default=1.0, help="of one file")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     asked = parser.parse_args(given)
@@ -191,9 +223,11 @@ def main(given: list[str]) -> int:
         }
         if PEFT:
             sides["hotswap"] = lambda _: bed.swapped()
+        sides = {name: run for name, run in sides.items() if name in (asked.sides or sides)}
         for side in sides.values():  # captures, and starts the loading processes
             side(0)
         times = alternate(sides, asked.rounds)
+        loads = [bed.loads() for _ in range(asked.rounds)]
         patching = [bed.patching() for _ in range(asked.rounds)]
         same = bed.equal_for_any_store()
         bed.adapters.close()
@@ -204,19 +238,32 @@ def main(given: list[str]) -> int:
         "times_none": {
             side: ratio(own, times["plain" if side in PLAIN else "none"])
             for side, own in times.items()
+            if ("plain" if side in PLAIN else "none") in times
         },
         "patch_seconds": figure(patching),
+        "load_seconds": figure([took for took, _ in loads]),
+        "load_processor_seconds": figure([busy for _, busy in loads]),
         "wanted": WANTED,
         "equal_for_any_store": same,
     }
+    if "none" in times:
+        none = result["seconds"]["none"]["median"]
+        hidden = asked.start * none / asked.steps
+        result["least"] = 1 + max(0.0, asked.seconds - hidden) / none
     rows = [["side", "seconds", "x none"]]
     for side, own in result["seconds"].items():
         share = result["times_none"][side]["median"]
         rows.append([side, f"{own['median']:.3f}", f"{share:.3f}"])
     print(columns(rows))
     print(f"patching and un-patching two files: {result['patch_seconds']['median']:.4f} s")
+    print(
+        f"both loaded after {result['load_seconds']['median']:.3f} s from a quick store, with "
+        f"{result['load_processor_seconds']['median']:.3f} processor seconds"
+    )
+    print(f"least overhead of late: {result.get('least', 0.0):.3f}")
     print(f"equal bits for any store: {same}")
     ending = "" if asked.start == START else f"-{asked.start}"
+    ending += "" if asked.side == SIDE else f"-{asked.side}"
     write_json(asked.out / f"adapters-loading{ending}.json", result)
     return 0 if same else 1
 

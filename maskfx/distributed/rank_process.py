@@ -41,6 +41,7 @@ from maskfx.runtime.cache.rolling import RollingCache, RowBlock
 from maskfx.runtime.cache.shared_block import MappedBuffers, SharedBuffers
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.hardware.freed_memory import keep_freed_memory
 from maskfx.runtime.lora.adapter import Layers
 from maskfx.runtime.lora.sent import received_layers
 from maskfx.runtime.processes.channel import Channel, connect_to_parent
@@ -273,6 +274,7 @@ def serve(channel: Channel, heartbeat: HeartbeatWriter) -> None:
 
 def main() -> None:
     channel = connect_to_parent(BYTES)
+    keep_freed_memory()
     # the key with which multiprocessing hands over the descriptors of shared weights
     multiprocessing.current_process().authkey = bytes(*channel.receive())
     heartbeat = HeartbeatWriter(channel.receive_file())

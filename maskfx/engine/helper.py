@@ -13,6 +13,7 @@ from contextlib import suppress
 import torch
 
 from maskfx.runtime.hardware.cpu_threads import give_back
+from maskfx.runtime.hardware.freed_memory import keep_freed_memory
 from maskfx.runtime.processes.channel import Channel, connect_to_parent
 from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack, unpack
 
@@ -75,6 +76,7 @@ def plain(error: Exception) -> Exception:
 
 def main() -> None:
     channel = connect_to_parent(BYTES)
+    keep_freed_memory()
     # the key with which multiprocessing hands over the descriptors of shared weights
     multiprocessing.current_process().authkey = bytes(*channel.receive())
     with suppress(EOFError, ConnectionError):

@@ -72,6 +72,7 @@ class OwnPipelines:
             state,
             patches=ticket.patches,
             execute=lambda calls: self._park(own, ticket, calls),
+            alone=False,
             wait=self._wait_of(ticket),
             encoders=None,  # the engine has a cache of its own
         )

@@ -20,6 +20,8 @@ from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.ticket import AnsweredStep, MemberWork, ParkedCalls, TicketState, tell
 from maskfx.pipelines.runs.execute import Executors, StepThreads, execute
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.in_place import share_weights
+from maskfx.runtime.lora.in_place_costs import ChosenBy
 from maskfx.runtime.step_executor import StepExecutor
 
 log = logging.getLogger(__name__)
@@ -137,8 +139,8 @@ class StepRunner:
             calls = [call for p in parked for call in p.calls]
             self._seen.update(denoisers)
             self.take_adapters_out(denoisers)
-            apart = self._share_nothing(denoisers)
-            execute(calls, True, executors or self.executor, self._threads, apart)
+            in_place = ChosenBy.COSTS if self._share_nothing(denoisers) else None
+            execute(calls, True, executors or self.executor, self._threads, in_place)
         except Exception as error:
             log.exception("a step failed as a whole")
             for p in parked:
@@ -174,11 +176,10 @@ class StepRunner:
             denoiser.in_place.end()
 
     def _share_nothing(self, denoisers: Collection[CompiledDenoiser]) -> bool:
-        """Return True unless two of these have weights in common: both would see the adapters."""
+        """Return True unless two of these have weights in common."""
         key = frozenset(map(id, denoisers))
         if len(key) > 1 and key not in self._apart:
-            found = [{id(weight) for weight in d.module.parameters()} for d in denoisers]
-            self._apart[key] = sum(map(len, found)) == len(set().union(*found))
+            self._apart[key] = not share_weights([d.module for d in denoisers])
         return len(key) < 2 or self._apart[key]
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,6 +29,7 @@ from maskfx.pipelines.parts.modular import errors_hidden, with_state
 from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.pipelines.parts.stand_in import running
 from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.runs.alone import adapters_written
 from maskfx.pipelines.runs.interception import watched
 from maskfx.pipelines.runs.late_results import LateResults
 from maskfx.pipelines.runs.late_rows import LateRows
@@ -42,7 +43,7 @@ from maskfx.pipelines.runs.probe import (
     grows_within_batch,
     same_inputs,
 )
-from maskfx.pipelines.runs.run import PipelineRun
+from maskfx.pipelines.runs.run import Execute, PipelineRun
 from maskfx.pipelines.state import Arguments, CallOptions, PipelineState, Template
 from maskfx.pipelines.templates.template_key import (
     bind_arguments,
@@ -352,10 +353,14 @@ class PipelineCall:
         return result
 
     def _run(self, run: PipelineRun, arguments: Arguments) -> object:
-        around = run.adapters.around(self.pipe.components, self.state.denoisers)
+        components, denoisers = self.pipe.components, self.state.denoisers
+        around = run.adapters.around(components, denoisers)
         ended = nullcontext() if run.late is None else run.late.finished()
+        execution: AbstractContextManager[Execute] = nullcontext(run.execute)
+        if run.adapters.items and self.state.alone and not may_set(arguments):
+            execution = adapters_written(components, denoisers)
         try:
-            with watched(run), running(run), applied(around), ended:
+            with execution as run.execute, watched(run), running(run), applied(around), ended:
                 return force_images(self.state.call(self.pipe, **arguments))
         except BaseException:
             self.state.restore_settings()

@@ -276,6 +276,8 @@ def compile_pipeline(
     for name, method in find_methods(pipe.components).items() if narrows else ():
         coders[name] = CompiledDenoiser(method, replace(settings, plans=False, stretches=False))
         install(method.autoencoder, method.method)
+    if adapters is not None:
+        adapters.start()
     library = TemplateLibrary(tiers, share, keep, budget, usual.selection)
     original = getattr(type(pipe), "maskfx_original", type(pipe))
     call = call_of_class(original)
@@ -293,6 +295,7 @@ def compile_pipeline(
         execute,
         coders,
         encoders,
+        alone=True,
         adapters=default_adapters if adapters is None else lambda: adapters,
         pool=RollingPool(patch_bytes, PATCH_REQUESTS),
     )

@@ -72,6 +72,7 @@ class PipelineState:
     execute: Execute
     autoencoders: Mapping[str, CompiledDenoiser] = field(default_factory=dict)  # by method
     encoders: Encoders | None = None  # those whose outputs calls keep; None in an engine
+    alone: bool = False  # whether calls run without an engine
     wait: Wait = wait_uninterrupted  # how a request waits for a recording by another request
     fingerprint: PipelineFingerprint = field(default_factory=PipelineFingerprint)
     shapes: Shapes = field(default_factory=dict)

@@ -34,7 +34,6 @@ from maskfx.runtime.execution.twins import Changed
 from maskfx.runtime.hardware.cpu_threads import sharing_cores
 from maskfx.runtime.load_choice import LoadChoice
 from maskfx.runtime.lora.adapter import Updates
-from maskfx.runtime.lora.calls import adapted
 from maskfx.runtime.module_changes import ModuleChanges
 from maskfx.runtime.planning import Planner
 from maskfx.runtime.programs.program_cache import ProgramCache
@@ -142,8 +141,8 @@ class CompiledDenoiser:
         """Run the module itself on the inputs of a step, with its adapters."""
         with self._lock:
             self._changes.follow()
-            with adapted([(1, self._validator.adapters.of(step.adapters))]):
-                output = self.module(**step.inputs)
+            adapters = self._validator.adapters.of(step.adapters)
+            output = self._batcher.run_alone(step.inputs, adapters)
             self._weights.settle()
             return output
 

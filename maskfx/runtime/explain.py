@@ -67,7 +67,7 @@ def explain(denoiser: Explained, mask_ratio: float = 0.1) -> str:
         lines += ["", PATCH_BATCH, *(f"  {line}" for line in denoiser.dense_ways.lines())]
     lines += ["", f"Cached rows are loaded {denoiser.loads}."]
     lines += ["", f"Steps whose masks come again {denoiser.replays}."]
-    if in_place := denoiser.in_place.costs.describe():
+    if in_place := denoiser.in_place.describe():
         lines += ["", in_place]
     for why in denoiser.stays_alone:
         lines += ["", f"Requests that compute everything don't share calls of the module: {why}."]

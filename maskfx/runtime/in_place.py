@@ -16,9 +16,13 @@ from torch import nn
 from maskfx.config import Settings
 from maskfx.ir.values import PLAIN_TENSORS
 from maskfx.runtime.execution.executor import BatchExecutor
-from maskfx.runtime.hardware.offload import whole_hook
 from maskfx.runtime.lora.adapter import Updates
-from maskfx.runtime.lora.in_place_costs import InPlaceCosts, SharedStep
+from maskfx.runtime.lora.in_place_costs import (
+    ChosenBy,
+    InPlaceCosts,
+    SharedStep,
+    fewer_multiplications,
+)
 from maskfx.runtime.lora.layers import AdapterSet, SetCache
 from maskfx.runtime.lora.patch import WeightPatch
 from maskfx.runtime.programs.program_cache import ProgramCache
@@ -36,6 +40,7 @@ class InPlace:
         adapters: Checks sets of adapters.
         lock: Held while a step runs, and while weights are written.
         settings: Returns how the denoiser is compiled.
+        changes: Brings the module to its device, and follows changes of its weights.
         clock: Returns seconds.
     """
 
@@ -48,16 +53,17 @@ class InPlace:
         adapters: SetCache,
         lock: AbstractContextManager[object],
         settings: Callable[[], Settings],
+        changes: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.costs = InPlaceCosts()
         self._weights, self._programs, self._executor = weights, programs, executor
         self._adapters, self._lock = adapters, lock
-        self._settings, self._clock = settings, clock
+        self._settings, self._changes, self._clock = settings, changes, clock
         self._patch = WeightPatch(module)
-        self._module = module
         self._serving = False  # a step that may use the written weights runs
         self._run: object = None  # key of the adapters of the latest steps
+        self._refused = ""  # why adapters that members share aren't written
         self._took = 0.0  # seconds of writing what is written
         self._work = 0
 
@@ -66,7 +72,14 @@ class InPlace:
         return self._patch.patched
 
     @contextmanager
-    def step(self, updates: Updates, members: int, sites: int, left: int) -> Iterator[bool]:
+    def step(
+        self,
+        updates: Updates,
+        members: int,
+        sites: int,
+        left: int,
+        by: ChosenBy = ChosenBy.COSTS,
+    ) -> Iterator[bool]:
         """Run a step whose members all have these adapters; yield whether they are in the weights.
 
         Args:
@@ -74,8 +87,11 @@ class InPlace:
             members: Number of members.
             sites: That they compute.
             left: Steps in which these adapters will act, this one included.
+            by: What decides whether they are written.
         """
         with self._lock:
+            if updates and not self.written:
+                self._changes()  # they are written over the weights as they are now
             own = self._set(updates)
             if own is None:
                 self._leave_run()
@@ -87,9 +103,13 @@ class InPlace:
                 self._leave_run()
                 self._run = own.key
                 self.costs.begin(kind, left)
-            if self.written and not self.costs.stays(kind):
+            if by is ChosenBy.COUNTS:
+                pays, stays = fewer_multiplications(work, sites * terms_of(own), left), True
+            else:
+                pays, stays = self.costs.pays(kind, work, sites, left), self.costs.stays(kind)
+            if self.written and not stays:
                 self.leave()
-            elif not self.written and self.costs.pays(kind, work, sites, left):
+            elif not self.written and pays:
                 self._write(updates, own, work)
             began = self._clock()
             self._serving = self.written
@@ -137,17 +157,39 @@ class InPlace:
         """Return the checked adapters; None if there are none, or they can't be written."""
         if not updates:
             return None
-        settings = self._settings()
-        if settings.inductor or settings.prepack or whole_hook(self._module) is not None:
-            return None  # weights are in code, in another layout, or moved about
         written, self._adapters.written = self._adapters.written, None
         try:
             own = self._adapters.of(updates)
         finally:
             self._adapters.written = written
-        if own is None or any(type(one.weight) not in PLAIN_TENSORS for one in own.layers):
-            return None
-        return None if any(one.weight.is_inference() for one in own.layers) else own
+        self._refused = "" if own is None else self._refusal(own)
+        return None if self._refused else own
+
+    def _refusal(self, own: AdapterSet) -> str:
+        """Return why adapters can't be written; "" if they can."""
+        settings = self._settings()
+        if settings.inductor and settings.prepack:
+            return "Inductor's code holds packed weights (prepack=True); compile without prepack"
+        if any(type(one.weight) not in PLAIN_TENSORS for one in own.layers):
+            return "they change weights that are packed (quantized)"
+        if any(one.weight.is_inference() for one in own.layers):
+            return (
+                "weights are inference tensors, of which changes aren't seen; load the model "
+                "outside of torch.inference_mode()"
+            )
+        if any(one.weight.device.type == "cpu" and one.weight.is_shared() for one in own.layers):
+            return "the weights lie in memory that other processes read"
+        return ""
+
+    def refuse(self, why: str) -> None:
+        """Note why adapters that all members of a step share aren't written."""
+        self._refused = why
+
+    def describe(self) -> str:
+        """Return what was measured and chosen, or why nothing is written; "" without adapters."""
+        if self._refused:
+            return f"Adapters that all members of a step share aren't written: {self._refused}."
+        return self.costs.describe()
 
     def _write(self, updates: Updates, own: AdapterSet, work: int) -> None:
         began = self._clock()
@@ -164,11 +206,29 @@ class InPlace:
         """Compute weights in other layouts again, where these have changed."""
         for program in list(self._programs.programs.values()):
             self._executor.derived.follow(program)
+        self._executor.graphs.follow_packed()
 
 
 def work_of(own: AdapterSet) -> int:
     """Return the multiplications that make the updates of all weights, and the numbers copied."""
     return sum(one.weight.numel() * (2 + one.rank) for one in own.layers)
+
+
+def terms_of(own: AdapterSet) -> int:
+    """Return the multiplications of the low-rank terms of all layers for one site."""
+    found = 0
+    for one in own.layers:
+        outputs, inputs = one.weight.shape[0], one.weight[:1].numel()
+        found += one.rank * (inputs + outputs)
+        if one.differences:  # rows of it are multiplied by another weight
+            found += one.weight.numel()
+    return found
+
+
+def share_weights(modules: Sequence[nn.Module]) -> bool:
+    """Return True if two of these have parameters in common: both would see the adapters."""
+    found = [{id(weight) for weight in module.parameters()} for module in modules]
+    return sum(map(len, found)) > len(set().union(*found))
 
 
 def shared(sets: Sequence[Updates]) -> Updates:

@@ -47,7 +47,14 @@ class ModuleChanges:
         self._programs, self._executor, self._validator = programs, executor, validator
         self._others = others
         self.in_place = InPlace(
-            module, weights, programs, executor, validator.adapters, lock, lambda: loads.settings
+            module,
+            weights,
+            programs,
+            executor,
+            validator.adapters,
+            lock,
+            lambda: loads.settings,
+            self.follow,
         )
         executor.own_weights = lambda: not self.in_place.written
 

@@ -118,7 +118,11 @@ class Weights:
         self._remember()
 
     def change(self) -> WeightChange:
-        """Return how the weights changed since the last call."""
+        """Return how the weights changed since the last call; writes of `writing` end first."""
+        with self._writing:
+            return self._change()
+
+    def _change(self) -> WeightChange:
         if not self._same:
             if self._moved():
                 self._remember()
@@ -149,6 +153,8 @@ class Weights:
             return False
         if self._count() != self._version:
             return False
+        if self._written:  # the numbers of the fingerprint are elsewhere meanwhile
+            return True
         known, self._print = self._print, None
         if self.fingerprint() == known:
             return True

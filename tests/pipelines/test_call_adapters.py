@@ -100,6 +100,31 @@ def test_an_adapter_acts_from_its_first_step_on(monkeypatch: pytest.MonkeyPatch)
     assert distance(never, none) < 1e-6
 
 
+@pytest.mark.slow
+def test_a_run_alone_has_its_adapters_in_the_weights() -> None:
+    pipe, (one, other) = anew(FLUX), adapters(FLUX, "transformer")
+    denoiser = pipeline_state_of(pipe).denoisers["transformer"]
+    before = [value.clone() for value in pipe.transformer.parameters()]
+
+    def edit(own: list[Any], **more: Any) -> Tensor:
+        call = call_of(PIPES[FLUX], 1, square(), num_inference_steps=8, **more)
+        return latents(pipe, **call, lora=own)
+
+    found = edit([one, other])
+    costs = denoiser.in_place.costs
+    assert costs.steps_in_place == costs.steps_in_place + costs.steps_with_terms > 8
+    assert all(map(torch.equal, pipe.transformer.parameters(), before))
+    assert torch.equal(edit([one, other]), found)
+    known = costs.steps_in_place
+    # code of the caller may change weights, or have the module in another pipeline
+    terms = edit([one, other], callback_on_step_end=lambda *_: {})
+    assert 0 < distance(terms, found) < 1e-4
+    shared = maskfx.compile(type(pipe).maskfx_original(**pipe.components))
+    assert torch.equal(edit([one, other]), terms)
+    maskfx.decompile(shared)
+    assert costs.steps_in_place == known
+
+
 def test_forecasts_begin_again_at_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every third step computed, an adapter acts from the next computed step on."""
     pipe, (one, _) = anew(FLUX), adapters(FLUX, "transformer")

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import add_hook_to_module  # type: ignore[import-untyped,unused-ignore]
 from torch import Tensor, nn
 
 import maskfx
 from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep
+from maskfx.runtime.backends import eager
 from maskfx.runtime.in_place import shared
 from maskfx.runtime.lora.adapter import Updates
-from maskfx.runtime.lora.in_place_costs import AGAIN, LEAST, InPlaceCosts, SharedStep
+from maskfx.runtime.lora.in_place_costs import (
+    AGAIN,
+    LEAST,
+    ChosenBy,
+    InPlaceCosts,
+    SharedStep,
+)
+from maskfx.runtime.lora.patch import WeightPatch
 from tests.factories.lora import difference_of, merged, update_of
+from tests.factories.offloading import Elsewhere
 from tests.passes.tools import error
 from tests.runtime.backends.test_inductor import MASKS, Stack, inputs
 from tests.runtime.test_adapters import Odd, odd_inputs
@@ -142,6 +154,115 @@ def test_a_step_with_other_members_takes_it_out(
         assert error(result, merged(module, own)(**call)) < TOLERANCE
     assert denoiser.in_place.costs.fell_back == 1
     assert "taken out early 1 times" in denoiser.explain()
+
+
+@pytest.mark.parametrize(
+    "how", [{"prepack": True}, pytest.param({"inductor": True}, marks=pytest.mark.slow)]
+)
+def test_weights_of_other_backends_follow(
+    how: dict[str, Any], module: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eager, "WORTH", 0)
+    denoiser, own, call = maskfx.compile(module, **how), (update_of(module, 4, 1),), inputs(1, 8, 8)
+    denoiser.in_place.costs = Always()
+    calls, sets = [call, inputs(1, 8, 8, 1)], (own, ())
+    changed = [[merged(module, updates)(**one) for one in calls] for updates in sets]
+    edits = [recorded_edit(denoiser, updates, call)[1] for updates in sets]
+    edits = [replace(edit, inputs=calls[1], any_step=True) for edit in edits]
+    wanted = [denoiser.edit([edit])[0] for edit in edits]
+    assert error(wanted[0], wanted[1]) > 1e-3
+    for _ in range(2):
+        with denoiser.in_place.step(own, 1, 64, 10) as written:
+            assert written
+            assert error(denoiser.edit(edits[:1])[0], wanted[0]) < TOLERANCE
+            found = denoiser.step([DenseStep(one, own) for one in calls])
+        assert error(found, changed[0]) < TOLERANCE
+        assert torch.equal(denoiser.edit(edits[1:])[0], wanted[1])
+        assert error(denoiser.step([DenseStep(one) for one in calls]), changed[1]) < TOLERANCE
+
+
+def test_a_module_that_is_moved_about_keeps_them(module: nn.Module) -> None:
+    denoiser, hook = maskfx.compile(module), Elsewhere()
+    add_hook_to_module(module, hook)
+    denoiser.in_place.costs = Always()
+    own, call = (update_of(module, 4, 1),), inputs(1, 8, 8)
+    before = [value.clone() for value in module.parameters()]
+    fingerprint, wanted = denoiser.fingerprint(), merged(module, own)(**call)
+    for _ in range(2):
+        with denoiser.in_place.step(own, 1, 64, 10) as written:
+            assert written
+            found, cache = denoiser.step([RecordStep(call, own)])[0]
+            assert error(found, wanted) < TOLERANCE
+            assert cache.weights == fingerprint
+        hook.away = True
+    assert len(denoiser.programs) == 1
+    denoiser.in_place.end()
+    assert denoiser.fingerprint() == fingerprint
+    assert all(map(torch.equal, module.parameters(), before))
+    assert hook.brought == 3
+
+
+def test_why_nothing_is_written_is_said(module: nn.Module) -> None:
+    denoiser, own = maskfx.compile(module, inductor=True, prepack=True), (update_of(module, 4, 1),)
+    denoiser.in_place.costs = Always()
+    with denoiser.in_place.step(own, 1, 64, 10) as written:
+        assert not written
+    assert "aren't written: Inductor's code holds packed weights" in denoiser.explain()
+
+
+def test_weights_that_other_processes_read_stay_as_they_are(module: nn.Module) -> None:
+    denoiser, own = maskfx.compile(module), (update_of(module, 4, 1),)
+    denoiser.in_place.costs = Always()
+    denoiser.share_memory()
+    with denoiser.in_place.step(own, 1, 64, 10) as written:
+        assert not written
+    assert "in memory that other processes read" in denoiser.explain()
+
+
+def test_a_change_before_they_are_written_is_seen(module: nn.Module) -> None:
+    denoiser, own, call = maskfx.compile(module), (update_of(module, 4, 1),), inputs(1, 8, 8)
+    denoiser.in_place.costs = Always()
+    fingerprint = denoiser.fingerprint()
+    denoiser.step([RecordStep(call, own)])
+    with torch.no_grad():
+        module.get_parameter("into.weight").mul_(1.1)
+    wanted = merged(module, own)(**call)
+    with denoiser.in_place.step(own, 1, 64, 10) as written:
+        assert written
+        assert denoiser.fingerprint() != fingerprint
+        assert error(denoiser.step([RecordStep(call, own)])[0][0], wanted) < TOLERANCE
+    denoiser.in_place.end()
+
+
+def test_a_thread_that_looks_while_they_are_written_sees_no_change(
+    denoiser: CompiledDenoiser, module: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, before, seen = (update_of(module, 4, 1),), denoiser.fingerprint(), list[str]()
+    other = threading.Thread(target=lambda: seen.append(denoiser._weights.change().name))
+    apply = WeightPatch.apply
+
+    def slow(self: WeightPatch, updates: Updates) -> None:
+        apply(self, updates)
+        other.start()
+        other.join(0.2)
+
+    monkeypatch.setattr(WeightPatch, "apply", slow)
+    with denoiser.in_place.step(own, 1, 64, 10) as written:
+        assert written
+        other.join(60)
+        assert seen == ["NONE"]
+        assert denoiser.fingerprint() == before
+
+
+def test_equal_runs_alone_are_decided_by_counts(
+    denoiser: CompiledDenoiser, module: nn.Module
+) -> None:
+    denoiser.in_place.costs = InPlaceCosts()
+    own = (update_of(module, 4, 1),)
+    for left, wanted in ((LEAST - 1, False), (1000, True)):
+        with denoiser.in_place.step(own, 1, 64, left, ChosenBy.COUNTS) as written:
+            assert written is wanted
+        denoiser.in_place.end()
 
 
 def test_what_a_failing_step_leaves_is_taken_out(

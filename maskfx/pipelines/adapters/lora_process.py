@@ -19,6 +19,8 @@ from maskfx.runtime.lora.files import AdapterFile, FileLimits, read_adapter_file
 from maskfx.runtime.lora.transfer import head_of, send_block
 from maskfx.runtime.processes.channel import BYTES, Channel, connect_to_parent
 
+CONVERTERS = "diffusers.loaders.lora_pipeline"  # has the classes of `LoraTarget`
+
 
 def serve(channel: Channel) -> None:
     """Load files until the channel closes."""
@@ -48,6 +50,8 @@ def load(request: dict[str, Any]) -> Adapter:
 def main() -> None:
     torch.set_num_threads(1)  # the cores belong to the steps
     channel = connect_to_parent(BYTES)
+    with suppress(Exception):  # takes seconds, which the first load needn't wait for
+        import_module(CONVERTERS)
     with suppress(EOFError, ConnectionError):
         serve(channel)
 

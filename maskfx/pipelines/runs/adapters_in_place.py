@@ -9,12 +9,15 @@ from maskfx.pipelines.runs.computed_sites import sites_of
 from maskfx.pipelines.runs.step_members import CallMember
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.in_place import shared
+from maskfx.runtime.lora.in_place_costs import ChosenBy
 from maskfx.runtime.lora.layers import digests_of
 from maskfx.runtime.steps import EditStep
 
 
 @contextmanager
-def adapters_in_place(denoiser: CompiledDenoiser, members: Sequence[CallMember]) -> Iterator[bool]:
+def adapters_in_place(
+    denoiser: CompiledDenoiser, members: Sequence[CallMember], by: ChosenBy
+) -> Iterator[bool]:
     """Have the members' adapters in the weights within the context, if that takes less time.
 
     Yields whether the step is measured for that: all members have the same adapters.
@@ -24,7 +27,7 @@ def adapters_in_place(denoiser: CompiledDenoiser, members: Sequence[CallMember])
         updates = ()
     sites = sum(sites_of(member.step, member.call.run.active)[0] for member in members)
     left = max((steps_left(member) for member in members), default=0) if updates else 0
-    with denoiser.in_place.step(updates, len(members), sites, left):
+    with denoiser.in_place.step(updates, len(members), sites, left, by):
         yield bool(updates)
 
 

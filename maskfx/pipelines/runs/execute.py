@@ -28,11 +28,15 @@ from maskfx.pipelines.templates.batches import picture_of
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.dense_ways import DenseBatch, DenseWay
 from maskfx.runtime.load_choice import has_loads
+from maskfx.runtime.lora.in_place_costs import ChosenBy
 from maskfx.runtime.step_executor import StepExecutor
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed
 
 log = logging.getLogger(__name__)
 
+
+# why adapters of such steps aren't written into the weights
+ELSEWHERE = "steps are computed in other processes, which read the weights in shared memory"
 
 Executors = Callable[[CompiledDenoiser], StepExecutor | None]  # None: in this thread
 
@@ -64,7 +68,7 @@ def execute(
     finite: bool = False,
     executors: Executors = lambda _: None,
     threads: StepThreads | None = None,
-    in_place: bool = False,
+    in_place: ChosenBy | None = None,
 ) -> None:
     """Run all calls; set the error of each that fails, and the results of the others.
 
@@ -78,8 +82,9 @@ def execute(
         executors: returns where the steps of a denoiser are computed.
         threads: for these steps. With them, calls that nothing of this step reads (`late`) may
             still run when this function returns; by default all have ended.
-        in_place: whether adapters that all calls of a denoiser share may be written into its
-            weights and stay there; the caller ends that (`CompiledDenoiser.in_place`).
+        in_place: what decides whether adapters that all calls of a denoiser share are written into
+            its weights; they stay there, and the caller ends that (`CompiledDenoiser.in_place`).
+            None: they aren't.
     """
     left, own = list(calls), threads or StepThreads()
     found = {id(d): executors(d) for d in dict.fromkeys(call.denoiser for call in calls)}
@@ -132,7 +137,7 @@ def run_group(
     calls: Sequence[DenoiserCall],
     finite: bool,
     executor: StepExecutor | None = None,
-    in_place: bool = False,
+    in_place: ChosenBy | None = None,
 ) -> None:
     """Run calls of one denoiser, or of several that compute the same, as one step."""
     members: list[list[CallMember]] = []
@@ -146,12 +151,14 @@ def run_group(
                 call.error = error
         members = settled(members)
         flat = [member for own in members for member in own]
-        if flat and in_place:
-            with adapters_in_place(calls[0].denoiser, flat) as measured:
+        if flat and in_place is not None:
+            with adapters_in_place(calls[0].denoiser, flat, in_place) as measured:
                 run_parts(calls[0].denoiser, flat)
                 if measured:
                     synchronize(calls[0].denoiser)
         elif flat:
+            if executor is not None and any(member.step.adapters for member in flat):
+                calls[0].denoiser.in_place.refuse(ELSEWHERE)
             run_parts(calls[0].denoiser, flat, executor)
     # edits of other requests would read wrong values from a recording
     check_finite(m for m in flat if m.error is None and (finite or m.call.recording))

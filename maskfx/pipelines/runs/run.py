@@ -52,7 +52,7 @@ from maskfx.pipelines.runs.call_inputs import (
 )
 from maskfx.pipelines.runs.late_results import LateResults
 from maskfx.pipelines.runs.late_rows import LateRows
-from maskfx.pipelines.runs.silent_calls import is_zero, silent_key, zeros_of
+from maskfx.pipelines.runs.silent_calls import makes_zeros, silent_key, zeros_of
 from maskfx.pipelines.schedules.forecasts import Forecasts
 from maskfx.pipelines.schedules.schedule import RunSchedule, latents_of, with_latents
 from maskfx.pipelines.schedules.step_count import BY_TIME, StepCount
@@ -266,7 +266,8 @@ class PipelineRun:
             if not made_object(call.result) and not watched.written():
                 self.shapes[key] = pytree.tree_map(on_meta, call.result)
                 if silent is not None:  # None: it isn't zero
-                    self.shapes[silent] = self.shapes[key] if is_zero(call.result) else None
+                    zero = makes_zeros(module, call.inputs, call.result)
+                    self.shapes[silent] = self.shapes[key] if zero else None
             # the pipeline may change what it gets; the next step may read the call's own
             return call.result if self.late is None else pytree.tree_map(copy_of, call.result)
         hold(call.inputs)

@@ -20,8 +20,31 @@ from maskfx.ops.fused import ACTIVATIONS
 from maskfx.ops.windows import by_blocks
 from maskfx.runtime.backends.graph_function import Call, Fetch, find, graph_function
 
-PackedWeights = MutableMapping[Tensor, Tensor]
 aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
+
+
+class PackedWeight:
+    """A weight in the layout of the CPU's matrix library, which graphs multiply with."""
+
+    def __init__(self, origin: Tensor) -> None:
+        self.value, self._version = reordered(origin), version_of(origin)
+
+    def follow(self, origin: Tensor) -> None:
+        """Pack the weight again if it was changed in place."""
+        if self._version != version_of(origin):
+            self.value, self._version = reordered(origin), version_of(origin)
+
+
+PackedWeights = MutableMapping[Tensor, PackedWeight]
+
+
+def version_of(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
+
+
+def reordered(weight: Tensor) -> Tensor:
+    found: Tensor = mkldnn._reorder_linear_weight(weight.detach(), USUAL_ROWS)
+    return found
 
 
 class Runner:
@@ -54,17 +77,22 @@ class Runner:
         if origin is None or not packs(origin):
             return None
         if origin not in self._packed:
-            self._packed[origin] = mkldnn._reorder_linear_weight(origin, USUAL_ROWS)
+            self._packed[origin] = PackedWeight(origin)
         return product, (*before, self._packed[origin], *after)
 
 
-def packed_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    found: Tensor = mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+def packed_product(rows: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    found: Tensor = mkldnn._linear_pointwise(rows, weight.value, bias, "none", [], "")
     return found
 
 
 def packed_window_product(
-    rows: Tensor, halo: Tensor, table: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+    rows: Tensor,
+    halo: Tensor,
+    table: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    activation: str,
 ) -> Tensor:
     multiply = partial(packed_product, weight=weight, bias=bias)
     return ACTIVATIONS[activation](by_blocks(rows, halo, table, multiply))

@@ -167,7 +167,13 @@ def compile_piece(piece: Piece) -> Run:
     mode, inputs = fresh_fakes([node.meta["val"] for node in places])
     for node in piece.module.graph.output_node().all_input_nodes:
         node.meta["example_value"] = mode.from_tensor(torch.empty(()))  # names the mode to Inductor
-    artifact = inductor.standalone_compile(piece.module, inputs, dynamic_shapes="from_graph")
+    artifact = inductor.standalone_compile(
+        fx.GraphModule(piece.module, piece.module.graph),  # of a class that is cached on disk
+        inputs,
+        dynamic_shapes="from_graph",
+        # else it copies the weights, and sees no changes of them; packed ones are copies anyway
+        donate_graph_module=not inductor_config.freezing,
+    )
     names = [*piece.values, *piece.inputs]
 
     def run(fetch: Fetch) -> object:

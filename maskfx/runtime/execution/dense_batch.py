@@ -22,6 +22,7 @@ from maskfx.errors import MaskfxError
 from maskfx.ir.lru import LruCache
 from maskfx.ir.objects import holds_objects, open_objects
 from maskfx.ir.values import Equality, copies, has_meta, same_constant, same_values
+from maskfx.runtime.execution.constant_parts import ConstantParts
 from maskfx.runtime.lora.calls import adapted
 from maskfx.runtime.lora.layers import AdapterSet
 
@@ -80,6 +81,7 @@ class DenseBatcher:
 
     def __init__(self, module: nn.Module, roles: Mapping[str, roles_.Roles] | None) -> None:
         self.module, self.roles = module, roles
+        self.constants = ConstantParts(module)
         self.refused: dict[Hashable, str] = {}  # kinds that are not batched, and why
         self._proved: set[Hashable] = set()
         self._tries: Counter[Hashable] = Counter()
@@ -109,8 +111,19 @@ class DenseBatcher:
         """Run the module once for all calls of a group."""
         return self._run(group.calls, group.adapters)
 
+    def run_alone(self, inputs: Inputs, adapters: AdapterSet | None) -> Any:
+        """Run the module for one call, whose arguments it gets as they are."""
+        values, spec = pytree.tree_flatten(dict(inputs))
+        origins = {id(value): [value] for value in values if isinstance(value, Tensor)}
+        with (
+            adapted([(1, adapters)]),
+            self.constants.over(spec, origins, changed_weights([adapters])),
+        ):
+            return self.module(**inputs)
+
     def forget(self) -> None:
         """Drop all proofs; call it if the module now computes something else."""
+        self.constants.forget()
         self.refused.clear()
         self._proved.clear()
         self._tries.clear()
@@ -155,12 +168,20 @@ class DenseBatcher:
         self, calls: Sequence[ShapedCall], adapters: Sequence[AdapterSet | None] = ()
     ) -> list[object]:
         form = calls[0].form
-        columns = zip(*(call.values for call in calls), strict=True)
+        columns = list(zip(*(call.values for call in calls), strict=True))
         values = [
             column[0] if axis is None else torch.cat(column, axis)
             for column, axis in zip(columns, form.axes, strict=True)
         ]
-        with adapted([(form.batch, own) for own in adapters]):
+        origins = {
+            id(value): column
+            for value, column, axis in zip(values, columns, form.axes, strict=True)
+            if axis == 0 and isinstance(value, Tensor)
+        }
+        with (
+            adapted([(form.batch, own) for own in adapters]),
+            self.constants.over(form.spec, origins, changed_weights(adapters)),
+        ):
             output = self.module(**pytree.tree_unflatten(values, form.spec))
         open_objects(output)
         flat, spec = pytree.tree_flatten(output)
@@ -218,6 +239,11 @@ class DenseBatcher:
             self.refused[kind] = "calls get other results in one than alone"
 
 
+def changed_weights(adapters: Sequence[AdapterSet | None]) -> set[int]:
+    """Return the ids of the weights that adapters change."""
+    return {id(update.weight) for own in adapters if own for update in own.layers}
+
+
 def key_of(adapters: AdapterSet | None) -> Hashable:
     return None if adapters is None else adapters.key
 
@@ -226,8 +252,7 @@ def kind_of(call: ShapedCall, adapters: Pair) -> Hashable:
     """Return the key of a proof; there is another one for calls with different adapters."""
     if all(own is None or not own.layers for own in adapters):
         return call.form.kind
-    weights = {id(update.weight) for own in adapters if own for update in own.layers}
-    return (call.form.kind, frozenset(weights))
+    return (call.form.kind, frozenset(changed_weights(adapters)))
 
 
 def _shape(value: object) -> Hashable:

@@ -147,6 +147,11 @@ class GraphRuns:
             self.replays.forget()
             self.packed.clear()
 
+    def follow_packed(self) -> None:
+        """Pack the weights again that were changed in place."""
+        for origin, packed in self.packed.items():
+            packed.follow(origin)
+
     def stop_replays(self) -> None:
         """Drop all captures and make no more: the weights that they read are moved about."""
         self.replays.stop("its weights are moved about, and captures would read where they were")

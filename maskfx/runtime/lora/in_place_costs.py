@@ -6,6 +6,7 @@ costs once. Numbers only: no tensors, no clock.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from math import inf
 
@@ -13,6 +14,24 @@ TRIES = 2  # steps of each way before they are compared; the first may include a
 LEAST = 4  # steps that must be left for a way to be tried
 AGAIN = 32  # runs after which the way that isn't chosen is measured again
 SMOOTH = 0.3  # weight of the latest measurement
+
+
+class ChosenBy(enum.Enum):
+    """What decides whether adapters are written into the weights."""
+
+    COSTS = enum.auto()  # measured: a run's rounding depends on the runs before
+    COUNTS = enum.auto()  # multiplications: equal runs alone get equal bits
+
+
+def fewer_multiplications(work: int, terms: int, left: int) -> bool:
+    """Return whether updates in the weights take fewer multiplications than low-rank terms.
+
+    Args:
+        work: Multiplications that make the updates; taking them out is counted as as many.
+        terms: Multiplications of the low-rank terms of a step.
+        left: Steps that are left.
+    """
+    return left >= LEAST and terms * left > 2 * work
 
 
 @dataclass(frozen=True, order=True)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from maskfx.pipelines.runs import execute
 from maskfx.pipelines.runs.run import DenoiserCall
-from maskfx.pipelines.runs.silent_calls import is_zero, silent_key, zeros_of
+from maskfx.pipelines.runs.silent_calls import is_always_zero, is_zero, silent_key, zeros_of
 from maskfx.pipelines.runs.step_members import CallMember, choose_steps
 from tests.factories.pipelines import PIPES, anew, call_of, distance, latents, plain, square, white
 
@@ -51,6 +52,7 @@ def test_what_is_a_silent_call() -> None:
     others: list[dict[str, object]] = [{}, {"conditioning_scale": 0.1}]
     others += [{"conditioning_scale": False}, {"conditioning_scale": torch.zeros(1)}]
     assert all(silent_key(key, one) is None for one in others)
+    assert silent_key(key, {"strength_of_the_hint": [1.0, 0]}) is not None
     assert is_zero(([torch.zeros(2)], torch.zeros(1)))
     assert not is_zero([torch.zeros(2), torch.ones(1)])
     assert not is_zero(None)
@@ -59,3 +61,42 @@ def test_what_is_a_silent_call() -> None:
     [found], none = made
     assert torch.equal(found, torch.zeros(2, 3))
     assert none is None
+
+
+class Net(nn.Module):
+    """A network whose result has a scale, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = nn.Conv2d(2, 3, 1), how
+
+    def forward(self, sample: Tensor, timestep: Tensor, gain: Any) -> Any:
+        rows = self.inner(sample) * timestep.view(-1, 1, 1, 1)
+        if self.how == "product":
+            return [rows * gain, (gain * rows).mean(dim=(2, 3), keepdim=True).to(torch.float64)]
+        if self.how == "ramp":
+            scales = torch.logspace(-1, 0, 2) * gain
+            return {"all": [part * scale for part, scale in zip([rows, rows], scales, strict=True)]}
+        if self.how == "in place":
+            return rows.mul_(gain)
+        if self.how == "of the input":
+            return rows * sample[:, :1]
+        if self.how == "added":
+            return rows * gain + timestep.view(-1, 1, 1, 1)
+        if self.how == "read":
+            return rows * gain if rows.sum() > 0 else rows
+        return (rows * gain).add_(rows)
+
+
+@pytest.mark.parametrize("how", ["product", "ramp", "in place"])
+def test_a_result_that_is_multiplied_by_0_is_always_zero(how: str) -> None:
+    net, inputs = Net(how), {"sample": torch.randn(1, 2, 4, 4), "timestep": torch.ones(1)}
+    assert is_always_zero(net, {**inputs, "gain": 0.0})
+    assert is_zero(net(**inputs, gain=0))
+    assert not is_always_zero(net, {**inputs, "gain": 0.5})
+
+
+@pytest.mark.parametrize("how", ["of the input", "added", "read", "in the end"])
+def test_a_result_that_is_zero_by_chance_is_not(how: str) -> None:
+    inputs = {"sample": torch.zeros(1, 2, 4, 4), "timestep": torch.zeros(1), "gain": 0.0}
+    assert not is_always_zero(Net(how), inputs)
