@@ -75,6 +75,7 @@ class OwnPipelines:
             alone=False,
             wait=self._wait_of(ticket),
             encoders=None,  # the engine has a cache of its own
+            turn=threading.RLock(),  # nothing that a run observes is shared with other requests
         )
         self._runner.adopt(ticket, state.denoisers)
         self._outside.adopt(own, state.denoisers)

@@ -22,7 +22,7 @@ from maskfx.pipelines.callbacks import callbacks_of, may_set, without_callbacks
 from maskfx.pipelines.digests import digest
 from maskfx.pipelines.handlers.autoencoder import AutoencoderCalls
 from maskfx.pipelines.handlers.call_handler import CallHandler
-from maskfx.pipelines.masks.masks import Pictures, is_picture, like_mask
+from maskfx.pipelines.masks.masks import Pictures, in_floats, is_picture, like_mask
 from maskfx.pipelines.masks.videos import VIDEO, is_video
 from maskfx.pipelines.outputs import as_list, force_images
 from maskfx.pipelines.parts.modular import errors_hidden, with_state
@@ -92,6 +92,8 @@ class PipelineCall:
         arguments = bind_arguments(state.call, (pipe, *args), given)
         arguments.pop("self", None)
         arguments = with_state(arguments, state.parameters)
+        if state.mask_name in arguments:
+            arguments[state.mask_name] = in_floats(arguments[state.mask_name])
         state.follow_settings()
         quality = state.quality if options.quality is None else Quality.of(options.quality)
         adapters = CallAdapters.of(resolved(options.lora, state.adapters, state.base))

@@ -88,7 +88,7 @@ class CompiledPipeline:
                     "pipe = maskfx.compile(pipe) first"
                 )
             return super().__call__(*args, **given)  # type: ignore[misc]
-        with progress.hidden(bars_disabled(self)):
+        with state.turn, progress.hidden(bars_disabled(self)):
             return serve_call(call_of(self, args, given, quality, template, record, lora))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -376,7 +376,7 @@ def template(pipe: Pipeline, *args: object, lora: Loras = None, **given: object)
     takes = {"image", "prompt"} <= set(state.parameters)
     if takes and not any("prompt" in name for name in given):
         given["prompt"] = ""
-    with progress.hidden(bars_disabled(pipe)):
+    with state.turn, progress.hidden(bars_disabled(pipe)):
         options = CallOptions(lora=lora)
         with PipelineCall.bind(pipe, state, args, given, options).with_files() as call:
             return prepare_template(call)

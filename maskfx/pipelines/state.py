@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -86,6 +87,8 @@ class PipelineState:
     lora_target: LoraTarget | None = None  # None until a call names a file
     pool: RollingPool = field(default_factory=lambda: RollingPool(PATCH_BYTES, PATCH_REQUESTS))
     patches: PatchCounts = field(default_factory=PatchCounts)  # of all calls that reuse patches
+    # held during a call: threads take turns, because a run observes methods of its pipeline
+    turn: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:

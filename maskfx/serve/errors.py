@@ -86,3 +86,8 @@ class ApiError(MaskfxError):
                 "code": self.code,
             }
         }
+
+
+def no_template(id: str) -> ApiError:
+    message = f"There is no template {id!r}; GET /v1/templates lists them, POST records one."
+    return ApiError("template_not_found", message, param="template_id")

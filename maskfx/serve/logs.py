@@ -20,7 +20,7 @@ def configure_logs(level: str, *, copy: Callable[[str], None] | None = None, **b
 
     Args:
         level: The least level that is logged.
-        copy: Gets each line too, as JSON; also the warnings of libraries.
+        copy: Gets each line too, as JSON.
         bound: Fields that are added to every line of this process.
     """
     if copy is not None:
@@ -29,11 +29,12 @@ def configure_logs(level: str, *, copy: Callable[[str], None] | None = None, **b
             structlog.processors.JSONRenderer(),
             copied_to(copy),
         ]
-        logging.getLogger().addHandler(LibraryLines())
     elif sys.stderr.isatty():
         last = [structlog.dev.ConsoleRenderer()]
     else:
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    if copy is not None or not sys.stderr.isatty():
+        add_library_lines()
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -106,6 +107,13 @@ class LibraryLines(logging.Handler):
             say(record.getMessage(), library=record.name, exc_info=record.exc_info)
         except Exception:
             self.handleError(record)
+
+
+def add_library_lines() -> None:
+    """Log the warnings of libraries, and of this package's `logging` loggers, like other lines."""
+    root = logging.getLogger()
+    if not any(isinstance(handler, LibraryLines) for handler in root.handlers):
+        root.addHandler(LibraryLines())
 
 
 def log_again(line: str) -> None:

@@ -61,6 +61,17 @@ def pixel_mask(given: object, where: str = "mask_image") -> Tensor:
     return chosen
 
 
+def in_floats(given: object) -> object:
+    """Return a mask without booleans and long integers, which pipelines can't resize."""
+    if isinstance(given, (list, tuple)):
+        return [in_floats(one) for one in given]
+    if isinstance(given, np.ndarray) and given.dtype.kind in "bui" and given.dtype != np.uint8:
+        return given.astype(np.float32)
+    if isinstance(given, Tensor) and not given.is_floating_point() and given.dtype != torch.uint8:
+        return given.float()
+    return given
+
+
 def like_mask(given: Pictures, value: int) -> Pictures:
     """Return a mask of the same type and size that is all black (0) or all white (1)."""
     if isinstance(given, (list, tuple)):

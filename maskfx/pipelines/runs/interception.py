@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 
+from maskfx.errors import InputError
 from maskfx.ir import progress
 from maskfx.pipelines.deferred import force_all
 from maskfx.pipelines.parts.modular import BLOCKS, blocks_of, loops_of, observed_blocks
@@ -19,6 +20,11 @@ from maskfx.pipelines.runs.run import PipelineRun
 from maskfx.pipelines.schedules.schedule import schedulers_of
 
 BAR = "_progress_bar_config"  # diffusers' attribute of a pipeline
+CHOSEN = (
+    "strength",
+    "num_inference_steps",
+    "denoising_start",
+)  # arguments that determine which steps run
 
 
 @contextmanager
@@ -46,6 +52,8 @@ def watched_methods(run: PipelineRun) -> Iterator[tuple[object, str, object]]:
             yield pipe, BLOCKS, observed_blocks(blocks, run.prepare, own_bar(run))
         elif hasattr(pipe, "prepare_latents"):
             yield pipe, "prepare_latents", watch_latents(pipe.prepare_latents, run)
+        if hasattr(pipe, "get_timesteps"):
+            yield pipe, "get_timesteps", watch_timesteps(pipe.get_timesteps, type(pipe).__name__)
         processor: object = getattr(pipe, "mask_processor", None)
         if hasattr(processor, "get_crop_region"):
             yield processor, "get_crop_region", watch_crop(processor.get_crop_region, run)
@@ -88,6 +96,25 @@ def watch_latents(original: Callable[..., object], run: PipelineRun) -> Callable
         return run.prepare(outputs, named.get("height"), named.get("width"))
 
     return prepare_latents
+
+
+def watch_timesteps(original: Callable[..., object], pipe: str) -> Callable[..., object]:
+    """Refuse a strength that leaves no step, with which pipelines fail in their first operators."""
+
+    @functools.wraps(original)
+    def get_timesteps(*args: object, **kwargs: object) -> object:
+        found = original(*args, **kwargs)
+        times = found[0] if isinstance(found, tuple) else found
+        if isinstance(times, Sized) and len(times) == 0:
+            named = inspect.signature(original).bind(*args, **kwargs).arguments
+            given = (f"{name}={named[name]}" for name in CHOSEN if named.get(name) is not None)
+            raise InputError(
+                f"{pipe} has no step to run with {', '.join(given) or 'these arguments'}: "
+                "raise strength or num_inference_steps"
+            )
+        return found
+
+    return get_timesteps
 
 
 class WatchedStep:

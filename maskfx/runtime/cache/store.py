@@ -88,7 +88,8 @@ class Store:
         self.root = Path(self.root)
         self.speed = ReadSpeed()  # of parts
         self._lock = Lock()
-        self._failing = False  # the last write failed: logged once
+        # bytes of the smallest entry that could not be written, until one of as many is
+        self._failing: int | None = None
 
     def path(self, digest: bytes) -> Path:
         return self.root / (digest.hex() + SUFFIX)
@@ -109,18 +110,18 @@ class Store:
             if not isinstance(error, OSError):
                 raise
             self._count(failed_writes=1)
-            if not self._failing:
+            if self._failing is None:
                 log.warning(
                     "%s: entries can't be written: %s; each further one is tried",
                     self.root,
                     error.strerror,
                 )
-            self._failing = True
+            self._failing = min(len(payload), self._failing or len(payload))
             return False
         self._count(writes=1, bytes_written=HEADER.size + len(payload))
-        if self._failing:
+        if self._failing is not None and len(payload) >= self._failing:
             log.warning("%s: entries can be written again", self.root)
-        self._failing = False
+            self._failing = None
         return True
 
     def _write(self, temporary: Path, digest: bytes, payload: memoryview) -> None:

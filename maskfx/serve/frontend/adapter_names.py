@@ -85,4 +85,6 @@ class AdapterNames:
 
 
 def missing(param: str = "adapter") -> ApiError:
-    return ApiError("lora_not_found", "There is no such LoRA.", param=param)
+    return ApiError(
+        "lora_not_found", "There is no such LoRA; GET /v1/adapters lists them.", param=param
+    )

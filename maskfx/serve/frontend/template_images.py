@@ -19,7 +19,7 @@ import structlog
 import xxhash
 
 from maskfx.runtime.cache.small_files import files_of
-from maskfx.serve.errors import ApiError
+from maskfx.serve.errors import ApiError, no_template
 from maskfx.serve.request import Pixels, TemplateInfo
 
 FOLDER, ENDING = "pictures", ".picture"
@@ -94,8 +94,7 @@ class TemplateImages:
     def get(self, id: str) -> TemplateImage:
         leaf = self._leaves.get(id)
         if leaf is None:
-            message = "there is no such template; register it first"
-            raise ApiError("template_not_found", message, param="template_id")
+            raise no_template(id)
         return leaf
 
     def check(self, id: str, pixels: Pixels) -> None:

@@ -71,7 +71,7 @@ async def _starlettes(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         told = ApiError("method_not_allowed", f"This route does not take {request.method}.")
     elif error.status_code == 404:
-        told = ApiError("not_found", "There is no such route.")
+        told = ApiError("not_found", "There is no such route; GET /openapi.json lists them.")
     else:
         told = ApiError("malformed_body", str(error.detail))
     return response_of(told, dict(error.headers or {}))

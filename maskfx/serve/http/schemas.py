@@ -21,7 +21,7 @@ WANTED = {  # what errors say instead of a pattern
     REUSE: "off, judge, or a relative change such as 0.1",
     LORAS: "NAME or NAME:WEIGHT, up to eight of them separated by commas",
     NETS: "none, or NAME or NAME:SCALE, up to sixteen of them separated by commas",
-    SIZE: "WIDTHxHEIGHT, such as 512x512, or auto",
+    SIZE: "WIDTHxHEIGHT up to 99999x99999, or auto",
 }
 
 

@@ -53,8 +53,7 @@ class PictureReader:
         if images and mask is None and given:
             mask = given[0].clear
         if images and mask is not None:
-            param = "mask" if masks is None or masks.mask_image is None else "mask_image"
-            check_mask(mask, images[0], param)
+            check_mask(mask, images[0], masks)
         return Pictures(images, mask, tuple(one.pixels for one in controls))
 
     async def _images(self, files: Sequence[bytes], param: str) -> list[Decoded]:
@@ -72,7 +71,7 @@ class PictureReader:
             param, file = "mask_image", form.mask_image
         if file is None:
             return None
-        luminance = param == "mask_image" or form.mask_mode == "luminance"
+        luminance = is_luminance(form)
         data = await file_of(file, param, self._limits.mask_bytes)
         found = await self._codecs.decode_mask(
             data, param, self._limits.image_pixels, luminance=luminance
@@ -85,6 +84,11 @@ class PictureReader:
                 param=param,
             )
         return found.edit
+
+
+def is_luminance(form: EditForm) -> bool:
+    """Return True if white is what the form's mask edits."""
+    return form.mask_image is not None or form.mask_mode == "luminance"
 
 
 def files_of(form: Form) -> Sequence[bytes]:
@@ -103,7 +107,9 @@ def check_mask_fields(form: EditForm) -> None:
         raise wrong("mask_mode", "left out where no mask is given")
 
 
-def check_mask(mask: Mask, image: Pixels, param: str) -> None:
+def check_mask(mask: Mask, image: Pixels, form: EditForm | None) -> None:
+    param = "mask" if form is None or form.mask_image is None else "mask_image"
+    white = form is not None and is_luminance(form)
     if mask.shape != image.shape[:2]:
         raise ApiError(
             "mask_size_mismatch",
@@ -113,11 +119,8 @@ def check_mask(mask: Mask, image: Pixels, param: str) -> None:
             param=param,
         )
     if not mask.any():
-        raise ApiError(
-            "mask_empty",
-            "The mask leaves nothing to edit; make some of it transparent.",
-            param=param,
-        )
+        todo = f"make some of it {'white' if white else 'transparent'}"
+        raise ApiError("mask_empty", f"The mask leaves nothing to edit; {todo}.", param=param)
 
 
 async def file_of(value: bytes, param: str, most: int) -> bytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
 
 import torch
 
@@ -25,6 +26,7 @@ from maskfx.serve.messages import Failed, Job
 log = logging.getLogger(__name__)
 
 PATHS = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}[\\/]?|~[\\/][\w./\\-]+")
+CHECKING = ("diffusers.pipelines.", "diffusers.schedulers.", "diffusers.image_processor")
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
@@ -58,7 +60,17 @@ def told(error: BaseException) -> tuple[str, str, str | None]:
         return "lora_unavailable", clean(str(error)), "lora"
     if isinstance(error, InputError):
         return "invalid_value", clean(str(error)), None
+    if isinstance(error, ValueError) and raised_by_pipeline(error):
+        return "invalid_value", f"The model's pipeline refuses this: {clean(str(error))}", None
     return "generation_failed", f"The picture couldn't be made ({type(error).__name__}).", None
+
+
+def raised_by_pipeline(error: BaseException) -> bool:
+    """Return True if diffusers' code of pipelines or schedulers raised it: it checks arguments."""
+    last = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        last = str(frame.f_globals.get("__name__"))
+    return last.startswith(CHECKING)
 
 
 def is_lost(error: BaseException) -> bool:

@@ -42,6 +42,7 @@ from maskfx.serve.models.model import Lost, Made, Model, PreviewMade, Tell, Told
 from maskfx.serve.request import Pictures
 from maskfx.serve.workers.directory_id import directory_id
 from maskfx.serve.workers.executor import WorkerAddress
+from maskfx.serve.workers.latest_counts import LatestCounts
 from maskfx.serve.workers.link import WorkerLink
 from maskfx.serve.workers.pixels import Part, part_of, read
 
@@ -65,6 +66,7 @@ class WorkerProcess:
         self._jobs: set[tuple[str, int]] = set()  # id and attempt
         self._lock = threading.Lock()
         self._model: Model | None = None
+        self._counts = LatestCounts(lambda: {} if self._model is None else self._model.cache())
         self._place, heartbeat = place, settings.heartbeat_seconds
         self._link = WorkerLink(place.address, place.name, heartbeat, self._alive, place.remote)
 
@@ -196,11 +198,7 @@ class WorkerProcess:
         """Return the heartbeat; called by the link's thread, also while the model is loading."""
         with self._lock:
             running = len(self._jobs)
-        try:
-            return Alive(running, {} if self._model is None else self._model.cache())
-        except Exception:  # send the heartbeat anyway: without it the worker would be killed
-            log.exception("cache_not_counted")
-            return Alive(running)
+        return Alive(running, {} if self._model is None else self._counts())
 
 
 def unreachable(place: WorkerAddress) -> Unreachable:

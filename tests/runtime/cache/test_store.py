@@ -916,3 +916,28 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys):
     assert "no such directory; give the directory of a Store" in capsys.readouterr().err
     assert cli.main(["cache", "gc", str(tmp_path), "--budget", "-1"]) == 2
     assert "--budget -1: give 0 or more" in capsys.readouterr().err
+
+
+class Narrow(QuickDisk):
+    """A disk with room for small files only."""
+
+    room = 100
+
+    def write(self, file: int, data: memoryview) -> None:
+        if len(data) > self.room:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        super().write(file, data)
+
+
+def test_a_disk_with_room_for_small_entries_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = Narrow()
+    store = Store(tmp_path, disk=disk)
+    for seed in range(3):
+        assert not store.put(key(f"large {seed}"), PAYLOAD)
+        assert store.put(key(f"small {seed}"), b"small")
+    assert [message.split(": ")[1] for message in caplog.messages] == ["entries can't be written"]
+    disk.room = 1 << 20
+    assert store.put(key("later"), PAYLOAD)
+    assert caplog.messages[1:] == [f"{tmp_path}: entries can be written again"]

@@ -197,6 +197,8 @@ def test_masks_that_fit_nothing(server: Served) -> None:
     check(server.edit({"mask": file(picture())}), "mask_missing_alpha", "mask")
     check(server.edit({"mask": opaque}), "mask_empty", "mask")
     check(server.edit({"mask_image": black}), "mask_empty", "mask_image")
+    for field, file_, todo in (("mask", opaque, "transparent"), ("mask_image", black, "white")):
+        assert f"some of it {todo}." in server.edit({field: file_}).json()["error"]["message"]
 
 
 def test_sizes_of_bodies_and_fields(server: Served) -> None:

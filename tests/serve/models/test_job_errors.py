@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from diffusers import DDIMScheduler
 
 from maskfx.errors import BudgetError, Busy, Closed, DeadlineMissed, InputError, NumberError
 from maskfx.serve.errors import CODES, ApiError
@@ -39,6 +42,18 @@ def test_what_is_to_blame_is_named_and_paths_are_not() -> None:
     assert told(InputError("model=/srv/secret/models/x: no such folder"))[1] == (
         "model=…: no such folder"
     )
+
+
+def test_a_check_of_the_pipeline_or_its_scheduler_is_the_clients_to_mend() -> None:
+    scheduler: Any = DDIMScheduler()
+    with pytest.raises(ValueError, match="2000") as refused:
+        scheduler.set_timesteps(2000)
+    code, message, _ = told(refused.value)
+    assert code == "invalid_value"
+    assert "2000" in message
+    with pytest.raises(ValueError, match="invalid literal") as other:
+        int("2000 steps")
+    assert told(other.value)[0] == "generation_failed"
 
 
 def test_numbers_that_arent_finite_are_told_as_such() -> None:

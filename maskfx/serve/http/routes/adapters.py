@@ -46,7 +46,9 @@ async def delete_adapter(adapter: str, context: AtDesk) -> Said:
 
 
 def missing() -> ApiError:
-    return ApiError("lora_not_found", "There is no such LoRA.", param="adapter")
+    return ApiError(
+        "lora_not_found", "There is no such LoRA; GET /v1/adapters lists them.", param="adapter"
+    )
 
 
 def said(info: AdapterInfo) -> Said:

@@ -59,7 +59,9 @@ async def get_model(name: str, context: AtDesk) -> Said:
     for one in context.frontend.models():
         if one.name == base and (not lora or lora in loras_of(one)):
             return model(one, context.settings.limits.image_pixels, lora)
-    raise ApiError("model_not_found", "There is no such model.", param="model")
+    raise ApiError(
+        "model_not_found", "There is no such model; GET /v1/models lists them.", param="model"
+    )
 
 
 def loras_of(served: ServedModel) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import re
 
 from fastapi import APIRouter, Request
 
-from maskfx.serve.errors import ApiError
+from maskfx.serve.errors import ApiError, no_template
 from maskfx.serve.http.body import JSON, MULTIPART, read_form
 from maskfx.serve.http.cancellation import unless_gone
 from maskfx.serve.http.dependencies import AtDesk, Calls
@@ -42,7 +42,7 @@ async def get_template(template_id: str, context: AtDesk) -> Said:
     for one in context.frontend.templates():
         if one.id == template_id:
             return said(one)
-    raise missing()
+    raise no_template(template_id)
 
 
 @router.delete("/v1/templates/{template_id:path}")
@@ -56,15 +56,15 @@ async def delete_template(template_id: str, context: AtDesk) -> Said:
 def checked(name: str) -> None:
     """Raise ApiError unless the name matches `NAME`, so that no path is looked up."""
     if not is_name(name):
-        raise missing()
+        raise ApiError(
+            "template_not_found",
+            "There is no such template; GET /v1/templates lists them.",
+            param="template_id",
+        )
 
 
 def is_name(name: str) -> bool:
     return "\n" not in name and re.match(NAME, name, re.ASCII) is not None
-
-
-def missing() -> ApiError:
-    return ApiError("template_not_found", "There is no such template.", param="template_id")
 
 
 def said(info: TemplateInfo) -> Said:
