@@ -23,6 +23,7 @@ from maskfx.passes.canonicalize.parts import canonicalize_parts
 from maskfx.passes.canonicalize.permutes import canonicalize_permutes
 from maskfx.passes.canonicalize.pools import canonicalize_pools
 from maskfx.passes.canonicalize.repeats import canonicalize_repeats
+from maskfx.passes.canonicalize.resizes import canonicalize_resizes
 from maskfx.passes.canonicalize.rolls import canonicalize_rolls
 from maskfx.passes.canonicalize.selects import canonicalize_selects
 from maskfx.passes.canonicalize.sequences import canonicalize_sequences
@@ -104,6 +105,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(canonicalize_permutes, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_pools, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_repeats, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_resizes, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_spreads, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_sequences, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_shuffles, needs=_facts(Fact.FLAT)),
