@@ -170,6 +170,8 @@ class Splitter:
     def attend_lines(self, node: fx.Node, lines: Lines) -> bool:
         """Attend to the rows that all ranks have of each line."""
         (segment,) = lines.segments
+        if node.args[8] is not None:
+            raise Unsupported(node, "it attends along lines of the picture, with a mask")
         each = of_each(segment)  # tokens, with a row for each frame
         if each is not None and all_fixed(each[1:]):
             return False

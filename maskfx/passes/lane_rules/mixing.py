@@ -18,6 +18,7 @@ from maskfx.ir.lanes import (
     X,
     Y,
     merged,
+    node_shape,
     same_dim,
 )
 from maskfx.passes.context import argument, op_name
@@ -28,6 +29,7 @@ from maskfx.passes.lane_rules.marker import (
     need_constant,
     same_part,
 )
+from maskfx.passes.mark_stages import STEP, stage_of
 from maskfx.passes.operators import IN_TURN, REDUCTIONS, merges_sites, reduced_dims
 
 rule = Rules()
@@ -70,8 +72,7 @@ def attention(m: Marker, node: fx.Node) -> Lane:
         if is_within_rows(q, k, v):
             need_constant(m, node.all_input_nodes[3:])
         elif line_axis(q, k, v):
-            if argument(node, 3, "attn_mask") is not None:
-                raise NotLaned("it attends along lines of the picture, with a mask")
+            check_line_mask(node, q)
         elif attends_by_frame(q, k, v):
             if argument(node, 3, "attn_mask") is not None:
                 raise NotLaned("each frame attends to tokens of its own, with a mask")
@@ -131,6 +132,20 @@ def line_axis(q: Lane, k: Lane, v: Lane) -> str:
         return ""
     outer = [[base_dim(d) for d in lane.dims[:-2]] for lane in (q, k, v)]
     return found.pop() if outer[0] == outer[1] == outer[2] else ""
+
+
+def check_line_mask(node: fx.Node, q: Lane) -> None:
+    """Refuse a mask of lines that each line has its own entries of, or that a step computes."""
+    mask = argument(node, 3, "attn_mask")
+    if mask is None:
+        return
+    shape, outer = node_shape(mask), q.dims[:-2]
+    below = outer[len(outer) - len(shape) + 2 :] if len(shape) > 2 else ()
+    told = [a for dim, size in zip(below, shape[:-2], strict=True) if size != 1 for a in dim]
+    if stage_of(mask) == STEP:
+        raise NotLaned("it attends along lines of the picture, with a mask of each step")
+    if any(isinstance(a, SITES) for a in told):
+        raise NotLaned("it attends along lines of the picture, with a mask for each line")
 
 
 def base_dim(dim: Dim) -> Dim:

@@ -8,8 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from maskfx.compiler.lower import lower
+from maskfx.compiler.rank_twins import split_program
+from maskfx.errors import CompileError
 from maskfx.passes.narrow.attention import narrow_attention
-from tests.passes.tools import Inputs, check_values, joint, picture, run_pass, shared, timed, tokens
+from tests.passes.tools import (
+    Inputs,
+    check_values,
+    denoiser_of,
+    joint,
+    picture,
+    run_pass,
+    shared,
+    timed,
+    tokens,
+)
 
 NAME = "scaled_dot_product_attention"
 
@@ -189,6 +202,48 @@ class Lines(nn.Module):
         y = x.transpose(1, 2).unflatten(-1, (2, 2)).transpose(2, 3)
         y = F.scaled_dot_product_attention(y, y.sin(), y).transpose(2, 3).flatten(3)
         return (x + y.transpose(1, 2)).permute(0, 3, 1, 2)
+
+
+class Biased(nn.Module):
+    """Sites attend along rows with a bias for each head, and along columns with a mask of all."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        x = sample.permute(0, 2, 3, 1)
+        y = x.unflatten(-1, (2, 2)).transpose(2, 3)
+        across, down = torch.arange(x.shape[2]), torch.arange(x.shape[1])
+        bias = (across[:, None] - across[None]).abs() * torch.tensor([0.1, -0.3])[:, None, None]
+        y = F.scaled_dot_product_attention(y.tanh(), y, y, attn_mask=bias)
+        x = (x + y.transpose(2, 3).flatten(3)).transpose(1, 2)
+        x = F.scaled_dot_product_attention(x, x.sin(), x, attn_mask=down[:, None] >= down)
+        return x.permute(0, 3, 2, 1)
+
+
+class OwnMasks(nn.Module):
+    """Each row of the picture has a mask of its own."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        x, (h, w) = sample.permute(0, 2, 3, 1), sample.shape[2:]
+        bias = torch.arange(h).view(-1, 1, 1) * torch.arange(w).view(-1, 1) * torch.arange(w) / 99
+        return F.scaled_dot_product_attention(x, x, x.tanh(), attn_mask=bias).permute(0, 3, 1, 2)
+
+
+def test_sites_attend_along_lines_with_a_mask() -> None:
+    run = run_pass(narrow_attention, shared(Biased), picture)
+    assert run.rewrites == run.before[NAME] == run.gained("attend") == 2
+    check_values(shared(Biased), picture, oracle=False)
+    program = denoiser_of(shared(Biased), picture).compilations[0].program
+    assert program is not None
+    found = split_program(program, keys_by_rank=False)
+    assert isinstance(found, str)  # why it isn't split over ranks
+    assert "along lines of the picture, with a mask" in found
+    with pytest.raises(CompileError, match="attention along lines with a mask isn't exported"):
+        lower(program)
+
+
+def test_keeps_masks_of_each_line() -> None:
+    run = run_pass(narrow_attention, shared(OwnMasks), picture)
+    assert "a mask for each line" in run.ctx.dense[NAME]
+    check_values(shared(OwnMasks), picture, dense=1, oracle=False)
 
 
 def test_sites_attend_along_lines() -> None:
