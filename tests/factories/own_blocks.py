@@ -1,4 +1,4 @@
-"""Tiny denoisers with blocks of image classifiers: class tokens, lines with a bias, parts of one."""
+"""Tiny denoisers with blocks of image classifiers: class tokens, lines with a bias, windows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tests.factories.own_denoisers import WIDTH, Block, Picture, conv, own
 from tests.factories.own_transformers import DEPTH, HEADS, AdaLnZero, Mixing, Tokens, tokens
+from tests.factories.own_windows import FOURS, Swin
 
 
 class ClassToken(Tokens):
@@ -68,6 +69,20 @@ class Parts(Block):
         return self.fuse(torch.cat([x, *parts], dim=1))
 
 
+class Kernel(Swin):
+    """Attention in shifted windows by torch's kernel; the masks are repeated for all samples."""
+
+    def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        many, n, _ = x.shape
+        q, k, v = self.qkv(x).reshape(many, n, 3, HEADS, DEPTH).permute(2, 0, 3, 1, 4)
+        if mask is not None:
+            mask = mask[:, None].repeat(many // len(mask), 1, 1, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out: Tensor = self.proj(mixed.transpose(1, 2).reshape(many, n, WIDTH))
+        return out
+
+
 own("class-token", ClassToken)
 own("relative-lines", tokens(Relative))
+own("swin-kernel", lambda: Picture(Kernel(shift=2)), sizes=FOURS)
 own("parts", lambda: Picture(Parts()))

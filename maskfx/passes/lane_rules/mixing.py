@@ -20,13 +20,13 @@ from maskfx.ir.lanes import (
     merged,
     node_shape,
     same_dim,
+    set_lane,
 )
 from maskfx.passes.context import argument, op_name
 from maskfx.passes.lane_rules.frames import attends_by_frame
 from maskfx.passes.lane_rules.marker import (
     Marker,
     Rules,
-    need_constant,
     same_part,
 )
 from maskfx.passes.mark_stages import STEP, stage_of
@@ -70,7 +70,7 @@ def attention(m: Marker, node: fx.Node) -> Lane:
         if argument(node, 5, "is_causal", False):
             raise NotLaned("causal attention isn't narrowed")
         if is_within_rows(q, k, v):
-            need_constant(m, node.all_input_nodes[3:])
+            check_own_mask(m, argument(node, 3, "attn_mask"), q)
         elif line_axis(q, k, v):
             check_line_mask(node, q)
         elif attends_by_frame(q, k, v):
@@ -81,6 +81,24 @@ def attention(m: Marker, node: fx.Node) -> Lane:
         else:
             check_sites(m, q, k, v)
     return Lane((*q.dims[:-1], v.dims[-1]))
+
+
+def check_own_mask(m: Marker, mask: fx.Node | None, q: Lane) -> None:
+    """Check a mask of rows that attend to their own features: constant, or one of each row."""
+    if mask is None or m.need(mask).kind == "const":
+        return
+    have, shape = m.need(mask), node_shape(mask)
+    below = q.dims[len(q.dims) - len(shape) : -2]
+    dims: list[Dim] = []
+    for own, size, dim in zip(have.dims, shape, below, strict=False):
+        adopts = stage_of(mask) != STEP and m.same_size(size, dim)
+        if size != 1 and not adopts and not same_dim(own, dim):
+            raise NotLaned(f"its mask {mask} doesn't line up: {have} beside {q}")
+        dims.append(dim if size != 1 else ())
+    found = Lane((*dims, *have.dims[-2:]))
+    if not found.has_sites or not all(map(found.is_feature_dim, (-2, -1))):
+        raise NotLaned(f"its mask {mask} is {have}, which isn't one of each row")
+    set_lane(mask, found)
 
 
 def attends_batch(q: Lane, k: Lane, v: Lane) -> bool:

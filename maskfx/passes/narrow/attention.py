@@ -37,7 +37,7 @@ from maskfx.passes.context import (
 )
 from maskfx.passes.lane_rules.frames import attends_by_frame
 from maskfx.passes.lane_rules.mixing import is_within_rows, line_axis
-from maskfx.passes.row_form import fixed_rows
+from maskfx.passes.row_form import fixed_rows, rows_at
 
 ATTENTIONS = frozenset({"scaled_dot_product_attention", "pair_sum"})
 
@@ -121,9 +121,12 @@ def within(edit: Editor, node: fx.Node) -> None:
         parts.append(edit.reshape(rows, own, [heads, *shape]))
     mask = attention_mask(node)
     if mask is not None:
-        wide = [need_lane(mask).features(i) for i in range(len(node_shape(mask)) - 2)]
-        heads = prod(wide) if prod(wide) > 1 else 1
-        mask = edit.emit(aten.reshape.default, mask, [heads, *node_shape(mask)[-2:]])
+        own = need_lane(mask)
+        shape = [prod(map(own.features, range(len(own.dims) - 2))), *node_shape(mask)[-2:]]
+        if own.has_sites:
+            mask = edit.reshape(rows_at(edit, mask, lane), own.row_shape(), shape)
+        else:
+            mask = edit.emit(aten.reshape.default, mask, shape)
     if op_name(node) == "pair_sum":
         out = edit.emit(ops.pair_sum, *parts, node.args[3])
     else:

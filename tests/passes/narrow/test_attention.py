@@ -193,6 +193,18 @@ class Within(nn.Module):
         return sample + x.reshape(b, c, h, w)
 
 
+class OwnWindows(nn.Module):
+    """Each patch of 2 x 2 sites, of one picture after the other, has a mask of its own."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        b, c, h, w = sample.shape
+        x = sample.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 3, 5, 1).reshape(-1, 1, 4, c)
+        mask = torch.arange(h // 2 * (w // 2) * 16).view(-1, 1, 4, 4).sin()
+        x = F.scaled_dot_product_attention(x, x.tanh(), x, attn_mask=mask.repeat(b, 1, 1, 1))
+        x = x.view(b, h // 2, w // 2, 2, 2, c).permute(0, 1, 3, 2, 4, 5).reshape(b, h * w, c)
+        return sample + x.transpose(1, 2).unflatten(2, (h, w))
+
+
 class Lines(nn.Module):
     """Sites attend along the rows of the picture, then along its columns."""
 
@@ -262,6 +274,12 @@ def test_rows_attend_to_their_own_features() -> None:
     run = run_pass(narrow_attention, shared(Within), picture)
     assert run.rewrites == run.before[NAME] == run.after[NAME] == 1
     check_values(shared(Within), picture, oracle=False)
+
+
+def test_rows_attend_to_their_own_features_with_masks_of_their_own() -> None:
+    run = run_pass(narrow_attention, shared(OwnWindows), picture)
+    assert run.rewrites == run.before[NAME] == run.after[NAME] == 1
+    check_values(shared(OwnWindows), picture, oracle=False)
 
 
 def test_second_run_rewrites_nothing() -> None:
