@@ -76,8 +76,9 @@ def merge_patches(dims: tuple[Dim, ...], pyramid: Pyramid) -> tuple[Dim, ...]:
     assert isinstance(patch, Feature)
     fine = pyramid.derive(Level(parent=coarse.level, times=(patch.size, patch.size)))
     out = [list(dim) for dim in dims]
-    for (dim, at), atom in sorted(((own, pyramid.y(fine)), (other, pyramid.x(fine))), reverse=True):
-        out[dim][at : at + 2] = [atom]
+    axes: dict[tuple[int, int], Atom] = {own: pyramid.y(fine), other: pyramid.x(fine)}
+    for dim, at in sorted(axes, reverse=True):  # the last one first, so that places stay
+        out[dim][at : at + 2] = [axes[dim, at]]
     return tuple(map(tuple, out))
 
 

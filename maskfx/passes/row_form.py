@@ -154,6 +154,13 @@ def full_rows(edit: Editor, value: fx.Node, out: Lane) -> fx.Node:
     return rows
 
 
+def along_axis(edit: Editor, value: fx.Node, out: Lane, axis: int) -> tuple[fx.Node, Lane]:
+    """Return a value as rows of `out` with its own size along an axis of features, and its lane."""
+    size = node_shape(value)[axis]
+    part = Lane((*out.dims[:axis], (Feature(size),) if size != 1 else (), *out.dims[axis + 1 :]))
+    return full_rows(edit, value, part), part
+
+
 def fixed_rows(edit: Editor, value: fx.Node, axis: int) -> tuple[fx.Node, list[int]]:
     """Return a value without sites as rows along its token axis, and its feature sizes."""
     lane = need_lane(value)
@@ -192,6 +199,7 @@ def mixed(edit: Editor, wide: fx.Node, window: Window) -> fx.Node:
 
 __all__ = [
     "aligned",
+    "along_axis",
     "fixed_rows",
     "full_rows",
     "is_rows",

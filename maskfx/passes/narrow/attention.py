@@ -121,10 +121,10 @@ def within(edit: Editor, node: fx.Node) -> None:
         parts.append(edit.reshape(rows, own, [heads, *shape]))
     mask = attention_mask(node)
     if mask is not None:
-        own = need_lane(mask)
-        shape = [prod(map(own.features, range(len(own.dims) - 2))), *node_shape(mask)[-2:]]
-        if own.has_sites:
-            mask = edit.reshape(rows_at(edit, mask, lane), own.row_shape(), shape)
+        have = need_lane(mask)
+        shape = [prod(map(have.features, range(len(have.dims) - 2))), *node_shape(mask)[-2:]]
+        if have.has_sites:
+            mask = edit.reshape(rows_at(edit, mask, lane), have.row_shape(), shape)
         else:
             mask = edit.emit(aten.reshape.default, mask, shape)
     if op_name(node) == "pair_sum":

@@ -7,8 +7,6 @@ import operator
 from torch import fx
 
 from maskfx.ir.lanes import (
-    Dim,
-    Feature,
     Lane,
     fixed_count,
     int_hint,
@@ -30,7 +28,7 @@ from maskfx.passes.context import (
 )
 from maskfx.passes.narrow.attention import count_rows
 from maskfx.passes.operators import PADS
-from maskfx.passes.row_form import fixed_rows, full_rows, is_rows
+from maskfx.passes.row_form import along_axis, fixed_rows, full_rows, is_rows
 
 CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "unbind"})
 
@@ -117,8 +115,7 @@ def join(edit: Editor, node: fx.Node) -> None:
     if out.is_feature_dim(axis):
         rows = []
         for value in nodes:
-            part = Lane((*out.dims[:axis], value_dim(value, axis), *out.dims[axis + 1 :]))
-            row = full_rows(edit, value, part)
+            row, part = along_axis(edit, value, out, axis)
             if part.features(axis) == 1:
                 row = edit.emit(aten.unsqueeze.default, row, out.row_dim(axis))
             rows.append(row)
@@ -137,11 +134,6 @@ def token_piece(edit: Editor, value: fx.Node, axis: int, out: Lane) -> fx.Node:
         raise Unsupported(edit.node, f"it joins {value}, which has no batch, to tokens")
     fixed, sizes = fixed_rows(edit, value, axis)
     return edit.reshape(fixed, sizes, out.row_shape())
-
-
-def value_dim(value: fx.Node, axis: int) -> Dim:
-    size = node_shape(value)[axis]
-    return (Feature(size),) if size != 1 else ()
 
 
 def stack(edit: Editor, node: fx.Node) -> None:
