@@ -11,6 +11,7 @@ from torch import fx
 from maskfx.errors import CompileError
 from maskfx.passes.cancel_round_trips import cancel_round_trips
 from maskfx.passes.canonicalize.attention import canonicalize_attention
+from maskfx.passes.canonicalize.batches import canonicalize_batches
 from maskfx.passes.canonicalize.composites import canonicalize_composites
 from maskfx.passes.canonicalize.convolutions import canonicalize_convolutions
 from maskfx.passes.canonicalize.einsum import canonicalize_einsum
@@ -111,6 +112,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(canonicalize_shuffles, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_selects, needs=_facts(Fact.FLAT)),
     Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),
+    Pass(canonicalize_batches, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_rolls, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_parts, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_softmax, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
