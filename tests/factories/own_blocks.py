@@ -82,7 +82,59 @@ class Kernel(Swin):
         return out
 
 
+class Parities(Block):
+    """Every other row and column is a sample of its own for a convolution, and put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = conv(3, padding=1)
+
+    def mix(self, x: Tensor) -> Tensor:
+        places = [(slice(y, None, 2), slice(z, None, 2)) for y in (0, 1) for z in (0, 1)]
+        parts = F.silu(self.conv(torch.cat([x[..., y, z] for y, z in places]))).chunk(4)
+        out = torch.zeros_like(x)
+        for (y, z), part in zip(places, parts, strict=True):
+            out[..., y, z] = part
+        return out
+
+
+class Styled(Block):
+    """A convolution whose weights the shift of each sample scales, with samples as groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, 3, 3))
+
+    def mix(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        weight = self.weight * x.mean((2, 3)).view(b, 1, c, 1, 1)
+        weight = weight * weight.square().sum((2, 3, 4), keepdim=True).add(1e-6).rsqrt()
+        return F.conv2d(x.reshape(1, -1, h, w), weight.flatten(0, 1), padding=1, groups=b).view_as(
+            x
+        )
+
+
+class Routed(Mixing):
+    """Two of four experts, all of which are computed, weigh the result of capped attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route = nn.Linear(WIDTH, 4)
+        self.first, self.second = (nn.Parameter(torch.randn(4, WIDTH, WIDTH)) for _ in range(2))
+
+    def mix(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        q, k, v = self.heads(x)
+        x = self.joined((5 * torch.tanh(q @ k.mT / 5)).softmax(-1) @ v)
+        best, places = self.route(x).softmax(-1).topk(2, dim=-1)
+        share = torch.zeros_like(x[..., :4]).scatter(-1, places, best)
+        each = F.gelu(torch.einsum("bnc,ecd->bned", x, self.first))
+        return (torch.einsum("bned,edc->bnec", each, self.second) * share[..., None]).sum(2)
+
+
 own("class-token", ClassToken)
 own("relative-lines", tokens(Relative))
 own("swin-kernel", lambda: Picture(Kernel(shift=2)), sizes=FOURS)
+own("parity-samples", lambda: Picture(Parities()))
+own("styled", lambda: Picture(Styled()))
+own("capped-experts", tokens(Routed))
 own("parts", lambda: Picture(Parts()))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from maskfx.ir.nodes import ancestors
 from maskfx.ir.other_sizes import SizeExpr
-from maskfx.passes.canonicalize.rolls import JOINS, SPLITS, piece_of
+from maskfx.passes.canonicalize.rolls import JOINS, SPLITS, Piece, piece_of
 from maskfx.passes.canonicalize.writes import equal, expression
 from maskfx.passes.context import PassContext, argument, aten, node_value, op_name
 from maskfx.passes.operators import NORMS, POINTWISE, VIEWS
@@ -32,12 +34,14 @@ def canonicalize_batches(graph: fx.Graph, ctx: PassContext) -> int:
 
     Before  a, b = chunk(x, 2); y = cat([f(a), g(b)])           (f and g compute each sample alone)
     After   y = where(arange(size(x, 0)) < size(a, 0), f(x), g(x))
+    and     a, b = chunk(f(cat([x, y])), 2)                          (of x and y as many samples)
+    becomes a = f(x); b = f(y)
     Keeps   parts that leave out or repeat samples, and what mixes samples.
     """
     batch = ctx.symbols.get("batch")
     if batch is None or isinstance(batch, int):
         return 0
-    count = 0
+    count = taken_apart(graph, batch)
     for node in list(graph.nodes):
         if op_name(node) not in JOINS or len(node.args[0]) < 2 or argument(node, 1, "dim", 0):
             continue
@@ -96,6 +100,8 @@ class Whole:
 
     def joined(self, node: fx.Node) -> fx.Node | None:
         """Return the choice among the results of the parts that a join joins."""
+        for value in in_order(node):
+            self.of(value)
         parts = self.following(node)
         if not parts or not equal(parts[0].start, 0) or not equal(parts[-1].stop, self.batch):
             return None
@@ -172,6 +178,97 @@ class Whole:
         args, kwargs = fx.map_arg(node.args, own), fx.map_arg(node.kwargs, own)
         new = self.spell.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
         return replace(one, whole=new, axis=axis)
+
+
+def taken_apart(graph: fx.Graph, batch: SizeExpr) -> int:
+    """Compute apart what joins of batches are computed to, where it is taken apart again."""
+    cuts: dict[fx.Node, dict[fx.Node, Piece]] = {}
+    for node in graph.nodes:
+        piece = piece_of(node, 0) if node.op == "call_function" and has_axes(node) else None
+        if piece is not None and not is_batch(piece[0], batch):
+            cuts.setdefault(piece[0], {})[node] = piece
+    count = 0
+    for source, pieces in cuts.items():
+        spell = Speller(graph, next(iter(pieces)))
+        finder = Apart(spell, batch, expression(node_value(source).shape[0]))
+        apart = [finder.of(value) for value in in_order(source)][-1]
+        places = [number_of(start, stop, batch) for _, start, stop in pieces.values()]
+        if apart is None or any(n is None or n >= len(apart[0]) for n in places) or apart[1]:
+            spell.drop()
+            continue
+        for node, number in zip(list(pieces), places, strict=True):
+            assert number is not None
+            node.replace_all_uses_with(apart[0][number])
+        count += 1
+    return count
+
+
+def in_order(node: fx.Node) -> list[fx.Node]:
+    """Return a node and all that it is made from, in the order of the graph."""
+    needed = ancestors([node])
+    return [one for one in node.graph.nodes if one in needed]
+
+
+def number_of(start: SizeExpr, stop: SizeExpr, batch: SizeExpr) -> int | None:
+    """Return which of several batches a part of their join is."""
+    found = start / batch
+    whole = isinstance(found, int) or found.is_Integer
+    return int(found) if whole and equal(stop - start, batch) else None
+
+
+@dataclass
+class Apart:
+    """Computes for each of several joined batches what a graph computes for all of them.
+
+    Args:
+        spell: writes operators before the first part that is taken out.
+        batch: the number of samples of each.
+        total: the number of samples of all.
+    """
+
+    spell: Speller
+    batch: SizeExpr
+    total: SizeExpr
+    _known: dict[fx.Node, tuple[list[fx.Node], int] | None] = field(default_factory=dict)
+
+    def of(self, node: fx.Node) -> tuple[list[fx.Node], int] | None:
+        """Return a value of each batch, and the axis of the samples."""
+        if node not in self._known:
+            self._known[node] = self._joined(node) or self._computed(node)
+        return self._known[node]
+
+    def _joined(self, node: fx.Node) -> tuple[list[fx.Node], int] | None:
+        if op_name(node) not in JOINS or argument(node, 1, "dim", 0) != 0:
+            return None
+        parts: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+        whole = equal(expression(node_value(node).shape[0]), self.total)
+        return (parts, 0) if whole and all(is_batch(p, self.batch) for p in parts) else None
+
+    def _computed(self, node: fx.Node) -> tuple[list[fx.Node], int] | None:
+        if node.op != "call_function":
+            return None
+        parts = {value: found for value in node.all_input_nodes if (found := self.of(value))}
+        shapes = {(len(found), axis) for found, axis in parts.values()}
+        if len(shapes) != 1:
+            return None
+        [(many, axis)] = shapes
+        part = Part(node, 0 * self.total, self.total, axis)
+        after = axis if node.target is operator.getitem else axis_after(node, set(parts), part)
+        if after is None:
+            return None
+
+        def own(number: int, value: fx.Node) -> Any:
+            size = value.meta.get("val")
+            if isinstance(size, torch.SymInt) and equal(expression(size), self.total):
+                return self.spell.number(self.batch)
+            return parts[value][0][number] if value in parts else value
+
+        results = []
+        for number in range(many):
+            args = fx.map_arg(node.args, partial(own, number))
+            kwargs = fx.map_arg(node.kwargs, partial(own, number))
+            results.append(self.spell.emit(node.target, *args, **kwargs))  # type: ignore[arg-type]
+        return results, after
 
 
 def axis_after(node: fx.Node, parts: set[fx.Node], part: Part) -> int | None:

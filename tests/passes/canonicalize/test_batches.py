@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maskfx.passes.canonicalize.batches import canonicalize_batches
-from tests.passes.tools import Inputs, check_values, numbers, run_pass, shared
+from tests.passes.tools import Inputs, check_values, numbers, picture, run_pass, shared
 
 
 def samples(seed: int = 0, wide: bool = False) -> Inputs:
@@ -32,6 +32,22 @@ class Perturbed(nn.Module):
         return hidden_states + torch.cat([self.proj(mixed), own])
 
 
+class Parities(nn.Module):
+    """Every other row and column as a sample of its own for a convolution, and put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, sample: Tensor) -> Tensor:
+        parts = [sample[..., y::2, x::2] for y in (0, 1) for x in (0, 1)]
+        found = self.conv(torch.cat(parts).tanh()).chunk(4)
+        out = torch.zeros_like(sample)
+        for number, part in enumerate(found):
+            out[..., number // 2 :: 2, number % 2 :: 2] = part
+        return out + sample
+
+
 class Mixed(nn.Module):
     """Parts that leave out samples, change their order, or read each other."""
 
@@ -43,6 +59,9 @@ class Mixed(nn.Module):
         a, b = hidden_states.chunk(2)
         if self.kind == "order":
             return torch.cat([b.tanh(), a.sin()])
+        if self.kind == "batches":  # a norm over all samples of a join
+            joined = torch.cat([hidden_states, hidden_states.sin()]).softmax(0)
+            return joined[: hidden_states.shape[0]] + joined[hidden_states.shape[0] :]
         if self.kind == "twice":
             return torch.cat([a.tanh(), a.sin()]) + hidden_states
         return torch.cat([a.tanh(), (a + b).sin()])
@@ -58,7 +77,19 @@ def test_rewrites_parts_to_a_choice(parts: int) -> None:
     check_values(module, samples, oracle=False)  # the twin has one mask for all samples
 
 
-@pytest.mark.parametrize("kind", ["order", "twice", "both"])
+def test_takes_joined_batches_apart() -> None:
+    run = run_pass(canonicalize_batches, shared(Parities), picture)
+    assert (run.rewrites, run.gained("conv2d"), run.after["cat"], run.after["chunk"]) == (
+        1,
+        3,
+        0,
+        0,
+    )
+    assert run.second_run_is_idle()
+    check_values(shared(Parities), picture, oracle=False)  # the twin has one picture a sample
+
+
+@pytest.mark.parametrize("kind", ["order", "twice", "both", "batches"])
 def test_keeps_other_parts(kind: str) -> None:
     assert run_pass(canonicalize_batches, Mixed(kind), samples).unchanged
 
