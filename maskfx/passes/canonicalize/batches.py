@@ -211,9 +211,10 @@ def in_order(node: fx.Node) -> list[fx.Node]:
 
 def number_of(start: SizeExpr, stop: SizeExpr, batch: SizeExpr) -> int | None:
     """Return which of several batches a part of their join is."""
+    if isinstance(batch, int) or not equal(stop - start, batch):
+        return None
     found = start / batch
-    whole = isinstance(found, int) or found.is_Integer
-    return int(found) if whole and equal(stop - start, batch) else None
+    return int(found) if found == 0 or found.is_Integer else None
 
 
 @dataclass
