@@ -46,7 +46,7 @@ def canonicalize_batches(graph: fx.Graph, ctx: PassContext) -> int:
         if op_name(node) not in JOINS or len(node.args[0]) < 2 or argument(node, 1, "dim", 0):
             continue
         spell = Speller(graph, node)
-        new = Whole(spell, batch).joined(node)
+        new = AllSamples(spell, batch).joined(node)
         if new is None:
             spell.drop()
             continue
@@ -69,7 +69,7 @@ def is_batch(node: fx.Node, batch: SizeExpr) -> bool:
 
 
 @dataclass(frozen=True)
-class Part:
+class SamplePart:
     """A value of all samples, of which the graph has a part, from one place to another.
 
     The samples lie along `axis`.
@@ -86,7 +86,7 @@ class Part:
 
 
 @dataclass
-class Whole:
+class AllSamples:
     """Computes for all samples what a graph computes for a part of them.
 
     Args:
@@ -96,7 +96,7 @@ class Whole:
 
     spell: Speller
     batch: SizeExpr
-    _known: dict[fx.Node, Part | None] = field(default_factory=dict)
+    _known: dict[fx.Node, SamplePart | None] = field(default_factory=dict)
 
     def joined(self, node: fx.Node) -> fx.Node | None:
         """Return the choice among the results of the parts that a join joins."""
@@ -113,9 +113,9 @@ class Whole:
             chosen = self.spell.emit(aten.where.self, before, part.whole, chosen)
         return chosen if len(parts) > 1 else None
 
-    def following(self, node: fx.Node) -> list[Part]:
+    def following(self, node: fx.Node) -> list[SamplePart]:
         """Return the parts that a join joins, those of one value as one; [] if there are gaps."""
-        parts = list[Part]()
+        parts = list[SamplePart]()
         for value in node.args[0]:  # type: ignore[union-attr]
             part = self.of(value)
             if part is None or part.axis or parts and not equal(parts[-1].stop, part.start):
@@ -135,7 +135,7 @@ class Whole:
         below = self.spell.emit(aten.lt.Scalar, places, number)
         return self.spell.emit(aten.reshape.default, below, [-1, *[1] * (rank - 1)])
 
-    def of(self, node: object) -> Part | None:
+    def of(self, node: object) -> SamplePart | None:
         """Return a value for all samples, and the part of them that the graph has it for."""
         if not isinstance(node, fx.Node):
             return None
@@ -143,17 +143,17 @@ class Whole:
             self._known[node] = self._cut(node) or self._computed(node)
         return self._known[node]
 
-    def _cut(self, node: fx.Node) -> Part | None:
+    def _cut(self, node: fx.Node) -> SamplePart | None:
         """Return what a part was cut out of, or what several parts of it are joined to."""
         piece = piece_of(node, 0) if has_axes(node) else None
         if piece is not None and is_batch(piece[0], self.batch):
-            return Part(*piece)
+            return SamplePart(*piece)
         if op_name(node) not in JOINS or argument(node, 1, "dim", 0) != 0:
             return None
         parts = self.following(node)
         return parts[0] if len(parts) == 1 else None
 
-    def _computed(self, node: fx.Node) -> Part | None:
+    def _computed(self, node: fx.Node) -> SamplePart | None:
         """Return an operator on each sample alone, on all samples."""
         if node.op != "call_function":
             return None
@@ -190,7 +190,7 @@ def taken_apart(graph: fx.Graph, batch: SizeExpr) -> int:
     count = 0
     for source, pieces in cuts.items():
         spell = Speller(graph, next(iter(pieces)))
-        finder = Apart(spell, batch, expression(node_value(source).shape[0]))
+        finder = EachBatch(spell, batch, expression(node_value(source).shape[0]))
         apart = [finder.of(value) for value in in_order(source)][-1]
         places = [number_of(start, stop, batch) for _, start, stop in pieces.values()]
         if apart is None or any(n is None or n >= len(apart[0]) for n in places) or apart[1]:
@@ -218,7 +218,7 @@ def number_of(start: SizeExpr, stop: SizeExpr, batch: SizeExpr) -> int | None:
 
 
 @dataclass
-class Apart:
+class EachBatch:
     """Computes for each of several joined batches what a graph computes for all of them.
 
     Args:
@@ -253,7 +253,7 @@ class Apart:
         if len(shapes) != 1:
             return None
         [(many, axis)] = shapes
-        part = Part(node, 0 * self.total, self.total, axis)
+        part = SamplePart(node, 0 * self.total, self.total, axis)
         after = axis if node.target is operator.getitem else axis_after(node, set(parts), part)
         if after is None:
             return None
@@ -272,7 +272,7 @@ class Apart:
         return results, after
 
 
-def axis_after(node: fx.Node, parts: set[fx.Node], part: Part) -> int | None:
+def axis_after(node: fx.Node, parts: set[fx.Node], part: SamplePart) -> int | None:
     """Return the axis of the samples after an operator on each of them alone; None for others."""
     name, axis = op_name(node), part.axis
     others = [value for value in node.all_input_nodes if value not in parts and has_axes(value)]
