@@ -15,10 +15,11 @@ from maskfx import ops
 from maskfx.compiler import lower_sums
 from maskfx.compiler.build_program import recording_twin, taps_of
 from maskfx.compiler.lowering import RULES, Lowering, Node, Operands, aten, rule
+from maskfx.errors import CompileError
 from maskfx.ir.lanes import is_image
 from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import Program
-from maskfx.ir.sources import Calls, CallSpans, Lines, Pairs, PairTable, Rest, RestSpans
+from maskfx.ir.sources import Calls, CallSpans, LinePairs, Lines, Pairs, PairTable, Rest, RestSpans
 
 __all__ = ["RULES", "lower", "lower_sums"]
 
@@ -207,6 +208,8 @@ def attend(low: Lowering, given: Operands) -> Node:
 def pair_table(low: Lowering, given: Operands) -> Node:
     """Return the input with the attention's mask."""
     pairs, rest = low.source(given["bias"]), given["rest_k"]
+    if isinstance(pairs, LinePairs):
+        raise CompileError("attention along lines with a mask isn't exported")
     assert isinstance(pairs, Pairs)
     loaded = low.source(rest) if rest.op == "placeholder" else None
     taps = low.interface.taps

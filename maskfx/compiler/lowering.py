@@ -14,6 +14,7 @@ from maskfx.errors import CompileError
 from maskfx.ir.program import Program
 from maskfx.ir.sources import (
     CallSpans,
+    LinePairs,
     Lines,
     Owner,
     Pairs,
@@ -52,7 +53,7 @@ class Lowering:
     def _copy(self, node: Node) -> None:
         if node.op == "placeholder":
             source = self.interface.inputs[str(node.target)]
-            if not isinstance(source, Spans | RestSpans | CallSpans | Pairs):
+            if not isinstance(source, Spans | RestSpans | CallSpans | Pairs | LinePairs):
                 self.values[node] = self.input(str(node.target), source)
                 self.values[node].meta = dict(node.meta)
             return

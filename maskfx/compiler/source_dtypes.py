@@ -12,6 +12,7 @@ from maskfx.ir.sources import (
     Given,
     Halo,
     Kept,
+    LinePairs,
     Loaded,
     Pairs,
     PairTable,
@@ -34,7 +35,7 @@ def dtype_of(source: Source, taps: Mapping[str, Tap], value: object) -> torch.dt
         value: The full value at capture that the input is made from, if it is made from one.
     """
     match source:
-        case Given() | Pairs() if isinstance(value, Tensor):
+        case Given() | Pairs() | LinePairs() if isinstance(value, Tensor):
             return value.dtype
         case Halo(tap) | Rest(tap) | Loaded(tap) | Kept(tap):
             return taps[tap].dtype

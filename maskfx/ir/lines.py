@@ -35,6 +35,15 @@ def lines_of(axis: str, sites: Index, grid: tuple[int, int]) -> Index:
     return lines[axis]
 
 
+def places_of(axis: str, sites: Index, grid: tuple[int, int]) -> Index:
+    """Return the place of each site in its line."""
+    height, width = grid
+    frame, place = np.divmod(sites, height * width)
+    y, x = np.divmod(place, width)
+    places: dict[str, Index] = {"x": x, "y": y, "frames": frame, "picture": place}
+    return places[axis]
+
+
 def line_count(axis: str, grid: tuple[int, int], frames: int) -> int:
     """Return the number of lines of one request along an axis."""
     height, width = grid

@@ -5,7 +5,7 @@ A site axis splits into a coarser level's axis and features, and such pairs merg
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from maskfx.ir.lanes import Atom, Dim, Feature, NotLaned, X, Y, atom_name
@@ -58,17 +58,34 @@ def split_atom(atom: Atom, first: int, pyramid: Pyramid) -> tuple[Atom, Atom]:
 
 
 def merge_patches(dims: tuple[Dim, ...], pyramid: Pyramid) -> tuple[Dim, ...]:
-    """Merge (y1 p) and (x1 p) into the finer level's y0 and x0, if both are present."""
-    ys = [(i, d) for i, d in enumerate(dims) if len(d) == 2 and isinstance(d[0], Y)]
-    xs = [(i, d) for i, d in enumerate(dims) if len(d) == 2 and isinstance(d[0], X)]
-    if len(ys) != 1 or len(xs) != 1:
+    """Merge (y1 p) and (x1 p) into the finer level's y0 and x0, if both are present.
+
+    They may be dimensions, or follow each other in one, as tokens do.
+    """
+    found = {
+        kind: [place for place in patches_in(dims) if isinstance(dims[place[0]][place[1]], kind)]
+        for kind in (Y, X)
+    }
+    if any(len(places) != 1 for places in found.values()):
         return dims
-    (iy, dy), (ix, dx) = ys[0], xs[0]
-    if not (isinstance(dy[1], Feature) and isinstance(dx[1], Feature) and dy[1] == dx[1]):
+    (own,), (other,) = found.values()
+    coarse, patch = dims[own[0]][own[1]], dims[own[0]][own[1] + 1]
+    if patch != dims[other[0]][other[1] + 1]:
         return dims
-    assert isinstance(dy[0], Y)
-    coarse, patch = dy[0].level, dy[1].size
-    fine = pyramid.derive(Level(parent=coarse, times=(patch, patch)))
-    out = list(dims)
-    out[iy], out[ix] = (pyramid.y(fine),), (pyramid.x(fine),)
-    return tuple(out)
+    assert isinstance(coarse, Y)
+    assert isinstance(patch, Feature)
+    fine = pyramid.derive(Level(parent=coarse.level, times=(patch.size, patch.size)))
+    out = [list(dim) for dim in dims]
+    axes: dict[tuple[int, int], Atom] = {own: pyramid.y(fine), other: pyramid.x(fine)}
+    for dim, at in sorted(axes, reverse=True):  # the last one first, so that places stay
+        out[dim][at : at + 2] = [axes[dim, at]]
+    return tuple(map(tuple, out))
+
+
+def patches_in(dims: Sequence[Dim]) -> Iterator[tuple[int, int]]:
+    """Yield the dimension and the place in it of each axis of the picture with one feature axis."""
+    for i, dim in enumerate(dims):
+        for k, atom in enumerate(dim):
+            after = [isinstance(a, Feature) for a in dim[k + 1 : k + 3]]
+            if isinstance(atom, (Y, X)) and after[:1] == [True] and after[1:] != [True]:
+                yield i, k

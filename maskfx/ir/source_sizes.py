@@ -20,6 +20,7 @@ from maskfx.ir.sources import (
     Given,
     Halo,
     Kept,
+    LinePairs,
     Lines,
     Loaded,
     Neighbours,
@@ -185,6 +186,8 @@ def sizes_of(
             return PerRequest(), prod(taps[tap].shape) + 1
         case Pairs(_, queries, keys, heads):
             return (PairEntries(queries, keys, heads),)
+        case LinePairs(_, queries, keys, _, heads):  # as if each line had all rows
+            return (PairEntries(queries.segments, keys.segments, heads),)
         case PairTable(_, queries, keys, heads):
             return heads, Rows(queries) if queries else 1, KeyRows(keys)
         case RankGroups(weight) | OwnGroups(weight):

@@ -186,6 +186,25 @@ class Pairs:
     heads: int
 
 
+@dataclass(frozen=True)
+class LinePairs:
+    """An attention mask of lines, as each line's (queries x keys) entries concatenated.
+
+    `value` has an entry for each two places of a line, the same for all lines. The keys are the
+    rows of `keys` and then those of `rest`; all three are the spans of lines.
+    """
+
+    value: Given
+    queries: Lines
+    keys: Lines
+    rest: Lines
+    heads: int
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        return *self.queries.segments, *self.keys.segments
+
+
 # Inputs of exported graphs, in place of spans and ragged masks, which operators of maskfx read.
 
 
@@ -352,6 +371,7 @@ Source = (
     | RestStats
     | RestSum
     | Pairs
+    | LinePairs
     | Requests
     | Calls
     | CallSpans

@@ -180,6 +180,8 @@ class Splitter:
     def attend_lines(self, node: fx.Node, lines: Lines) -> bool:
         """Attend to the rows that all ranks have of each line."""
         (segment,) = lines.segments
+        if node.args[8] is not None:
+            raise Unsupported(node, "it attends along lines of the picture, with a mask")
         if self.ctx.attention == "heads":
             self.ctx.gathered[node.name] = "it attends along lines"
         each = of_each(segment)  # tokens, with a row for each frame

@@ -172,7 +172,10 @@ class Editor:
         for user in value.users:
             if user.target is to_rows:
                 return user
-        with self.graph.inserting_after(value):
+        after = value
+        while after.op == "placeholder" and after.next.op == "placeholder":  # inputs stand together
+            after = after.next
+        with self.graph.inserting_after(after):
             rows = self.graph.call_function(to_rows, (value,))
         set_lane(rows, lane)
         return rows

@@ -185,6 +185,7 @@ NORMS = frozenset({"layer_norm", "rms_norm"})
 SOFTMAXES = frozenset(
     {"softmax", "_softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "argsort"}
 )
+SCATTERS = frozenset({"scatter", "scatter_add", "scatter_reduce"})
 SITE_SOFTMAXES = frozenset({"softmax", "_softmax", "log_softmax"})  # over all sites, too
 REDUCTIONS = frozenset(
     [

@@ -11,6 +11,7 @@ from torch import fx
 from maskfx.errors import CompileError
 from maskfx.passes.cancel_round_trips import cancel_round_trips
 from maskfx.passes.canonicalize.attention import canonicalize_attention
+from maskfx.passes.canonicalize.batches import canonicalize_batches
 from maskfx.passes.canonicalize.composites import canonicalize_composites
 from maskfx.passes.canonicalize.convolutions import canonicalize_convolutions
 from maskfx.passes.canonicalize.einsum import canonicalize_einsum
@@ -23,6 +24,7 @@ from maskfx.passes.canonicalize.parts import canonicalize_parts
 from maskfx.passes.canonicalize.permutes import canonicalize_permutes
 from maskfx.passes.canonicalize.pools import canonicalize_pools
 from maskfx.passes.canonicalize.repeats import canonicalize_repeats
+from maskfx.passes.canonicalize.resizes import canonicalize_resizes
 from maskfx.passes.canonicalize.rolls import canonicalize_rolls
 from maskfx.passes.canonicalize.selects import canonicalize_selects
 from maskfx.passes.canonicalize.sequences import canonicalize_sequences
@@ -104,11 +106,13 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(canonicalize_permutes, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_pools, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_repeats, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_resizes, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_spreads, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_sequences, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_shuffles, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_selects, needs=_facts(Fact.FLAT)),
     Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),
+    Pass(canonicalize_batches, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_rolls, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_parts, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_softmax, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),

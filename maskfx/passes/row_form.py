@@ -49,10 +49,7 @@ def spread_to(edit: Editor, value: fx.Node, out: Lane) -> fx.Node:
         return value
     shape = aligned(lane, out)
     if lane.kind == "rows":
-        rows = edit.rows(value)
-        if segments_of(edit, lane) != out.segments:
-            rows = read_at(edit, rows, lane, out)
-        return spread_features(edit, rows, lane.row_shape(), shape, out)
+        return spread_features(edit, rows_at(edit, value, out), lane.row_shape(), shape, out)
     if lane.kind == "sample":
         first = next(d for d in lane.dims if d)  # axes of size one may stand before the batch
         if not isinstance(first[0], Batch) or sum(isinstance(a, Batch) for a in lane.atoms()) > 1:
@@ -87,6 +84,13 @@ def spread_frames(edit: Editor, value: fx.Node, axis: int, shape: list[int], out
         value = edit.emit(aten.permute.default, value, [first, axis, *others])
     flat = edit.emit(aten.reshape.default, value, [-1, *shape])
     return edit.emit(aten.index_select.default, flat, 0, edit.lines("owner", out, "picture"))
+
+
+def rows_at(edit: Editor, value: fx.Node, out: Lane) -> fx.Node:
+    """Return the rows of a value at the sites of another lane."""
+    lane, rows = need_lane(value), edit.rows(value)
+    same = segments_of(edit, lane) == out.segments
+    return rows if same else read_at(edit, rows, lane, out)
 
 
 def read_at(edit: Editor, rows: fx.Node, lane: Lane, out: Lane) -> fx.Node:
@@ -150,6 +154,13 @@ def full_rows(edit: Editor, value: fx.Node, out: Lane) -> fx.Node:
     return rows
 
 
+def along_axis(edit: Editor, value: fx.Node, out: Lane, axis: int) -> tuple[fx.Node, Lane]:
+    """Return a value as rows of `out` with its own size along an axis of features, and its lane."""
+    size = node_shape(value)[axis]
+    part = Lane((*out.dims[:axis], (Feature(size),) if size != 1 else (), *out.dims[axis + 1 :]))
+    return full_rows(edit, value, part), part
+
+
 def fixed_rows(edit: Editor, value: fx.Node, axis: int) -> tuple[fx.Node, list[int]]:
     """Return a value without sites as rows along its token axis, and its feature sizes."""
     lane = need_lane(value)
@@ -188,11 +199,13 @@ def mixed(edit: Editor, wide: fx.Node, window: Window) -> fx.Node:
 
 __all__ = [
     "aligned",
+    "along_axis",
     "fixed_rows",
     "full_rows",
     "is_rows",
     "mixed",
     "node_value",
     "pick_up",
+    "rows_at",
     "spread_to",
 ]

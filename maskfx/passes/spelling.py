@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from maskfx.passes.context import aten, node_value
 
@@ -37,7 +38,7 @@ class Speller:
         with self.graph.inserting_before(self.node):
             new = self.graph.call_function(target, args, kwargs)
         new.meta = {key: self.node.meta[key] for key in KEPT if key in self.node.meta}
-        with self._mode or contextlib.nullcontext():
+        with self._mode or contextlib.nullcontext(), enable_python_dispatcher():
             values: Any = fx.map_arg((args, kwargs), self._value)
             new.meta["val"] = target(*values[0], **values[1])
         self._own[new] = None

@@ -1,6 +1,7 @@
 """All cases of denoisers as users write them; each file adds its own."""
 
 from tests.factories import (  # noqa: F401
+    own_blocks,
     own_calls,
     own_frames,
     own_lines,

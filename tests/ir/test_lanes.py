@@ -84,6 +84,15 @@ def test_regroup_unpatchifies() -> None:
     assert len(within.levels) == 2
 
 
+def test_regroup_unpatchifies_tokens() -> None:
+    within = pyramid()
+    regroup([B, F4, Y0, X0], [3, 4, 5, 2, 7, 2], within)
+    patches: list[Atom] = [B, Y(1), Feature(2), X(1), Feature(2), F4]
+    assert dims(patches, [3, 140, 4], within) == "[batch, y0 x0, 4]"
+    windows: list[Atom] = [B, Y(1), Feature(4), X(1), Feature(2), F4]
+    assert dims(windows, [3, 280, 4], within) == "[batch, y1 4 x1 2, 4]"
+
+
 def test_regroup_unpatchifies_to_a_level_that_was_not_there() -> None:
     within = Pyramid(batch=3, base=(5, 7))
     back = dims([B, F4, Y0, Feature(2), X0, Feature(2)], [3, 4, 10, 14], within)

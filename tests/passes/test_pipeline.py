@@ -125,7 +125,7 @@ def move(name: str, place: int) -> tuple[Pass, ...]:
 
 WITHOUT = {
     "inline_regions": "drop_guards needs FLAT, which no earlier pass gives",
-    "drop_identity_ops": "canonicalize_rolls needs NO_IDENTITIES, which no earlier pass gives",
+    "drop_identity_ops": "canonicalize_batches needs NO_IDENTITIES, which no earlier pass gives",
     "mark_stages": "mark_lanes needs STAGES_MARKED, which no earlier pass gives",
     "mark_lanes": "lift_side_graphs needs LANES_MARKED, which no earlier pass gives",
     "lift_side_graphs": "cut_stretches needs SIDES_LIFTED, which no earlier pass gives",

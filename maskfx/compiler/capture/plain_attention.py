@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch.nn.functional as F
 from torch import Tensor
 
+from maskfx.compiler.capture.plain_writes import plain_writes
+
 DISPATCH, REGISTRY = "diffusers.models.attention_dispatch", "_AttentionBackendRegistry"
 XFORMERS = "xformers.ops"
 Attention = Callable[..., object]
@@ -21,13 +23,17 @@ Attention = Callable[..., object]
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Let attention run by PyTorch within the context, whichever kernels were chosen for it."""
+    """Let attention run by PyTorch within the context, whichever kernels were chosen for it.
+
+    Masks are written in a way that a graph can hold.
+    """
     changed = [*backends_of_diffusers(), *function_of_xformers()]
     before = [getattr(owner, name) for owner, name, _ in changed]
     try:
         for owner, name, value in changed:
             setattr(owner, name, value)
-        yield
+        with plain_writes():
+            yield
     finally:
         for (owner, name, _), value in zip(changed, before, strict=True):
             setattr(owner, name, value)

@@ -1,11 +1,13 @@
-"""Rewrites convolutions of one window each to linear layers."""
+"""Rewrites convolutions of one window each, or with weights of each sample, to products."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from torch import fx
 
+from maskfx.passes.canonicalize.writes import expression
 from maskfx.passes.context import PassContext, argument, aten, node_at, node_value, op_name
 from maskfx.passes.spelling import Speller
 
@@ -13,14 +15,23 @@ CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 
 
 def canonicalize_convolutions(graph: fx.Graph, ctx: PassContext) -> int:
-    """Rewrite a convolution whose window is as large as its input to a linear layer.
+    """Rewrite a convolution whose window is as large as its input, or of samples as groups.
 
     Before  y = conv2d(x, w, b)                    (x has 2x2 places, as the window of w)
     After   y = unsqueeze(unsqueeze(linear(flatten(x, 1), flatten(w, 1), b), -1), -1)
+    and     y = conv2d(reshape(x, [1, b * c, h, w]), w, groups=b)      (w: [b * d, c, 3, 3])
+    becomes y = matmul(reshape(w, [b, 1, d, c * 9]), im2col(x, [3, 3])), in the shape that it had
     Keeps   inputs that are larger or of symbolic sizes, windows of one place, padding, groups.
     """
     count = 0
     for node in list(graph.nodes):
+        if op_name(node) == "conv2d" and (groups := groups_of_sample(node, ctx)):
+            spell = Speller(graph, node)
+            found = of_samples(spell, node, groups)
+            if found is not None:
+                spell.replace(found)
+                count += 1
+            continue
         if op_name(node) not in CONVOLUTIONS or not is_one_window(node):
             continue
         spell, bias = Speller(graph, node), argument(node, 2, "bias")
@@ -42,3 +53,43 @@ def is_one_window(node: fx.Node) -> bool:
     padded = any(padding) if isinstance(padding, list | tuple) else padding not in (0, "valid")
     alike = tuple(value[2:]) == tuple(window[2:]) and prod(window[2:]) > 1
     return alike and not padded and groups == 1
+
+
+def groups_of_sample(node: fx.Node, ctx: PassContext) -> int:
+    """Return how many groups each sample has if all samples are one input, else 0."""
+    groups, batch = argument(node, 6, "groups", 1), ctx.symbols.get("batch", 1)
+    shape = node_value(node_at(node, 0)).shape
+    if isinstance(batch, int) or not isinstance(groups, fx.Node) or len(shape) != 4:
+        return 0
+    each = expression(groups.meta["val"]) / batch
+    one = isinstance(shape[0], int) and shape[0] == 1
+    return int(each) if one and each.is_Integer else 0
+
+
+def of_samples(spell: Speller, node: fx.Node, groups: int) -> fx.Node | None:
+    """Return the products of what each window reads with the weights of its sample."""
+    value, weight, bias = node_at(node, 0), node_at(node, 1), argument(node, 2, "bias")
+    stride, padding = argument(node, 3, "stride", [1, 1]), argument(node, 4, "padding", [0, 0])
+    dilation = argument(node, 5, "dilation", [1, 1])
+    out, (_, each, *window) = node_value(node).shape, node_value(weight).shape
+    rows, columns = (spell.number(expression(out[axis])) for axis in (2, 3))
+    if isinstance(padding, str) or rows is None or columns is None:
+        return None
+    sizes = [spell.size(value, axis) for axis in (2, 3)]
+    samples = spell.emit(aten.reshape.default, value, [-1, groups * each, *sizes])
+    geometry = [pair(part) for part in (window, dilation, padding, stride)]
+    read = spell.emit(aten.im2col.default, samples, *geometry)
+    places = each * prod(window)
+    read = spell.emit(aten.unflatten.int, read, 1, [groups, places])
+    batch = spell.size(samples, 0)
+    matrices = spell.emit(aten.reshape.default, weight, [batch, groups, -1, places])
+    mixed = spell.emit(aten.matmul.default, matrices, read)
+    found = spell.emit(aten.reshape.default, mixed, [1, -1, rows, columns])
+    if bias is None:
+        return found
+    return spell.emit(aten.add.Tensor, found, spell.emit(aten.reshape.default, bias, [1, -1, 1, 1]))
+
+
+def pair(numbers: Sequence[int]) -> list[int]:
+    """Return a number for rows and one for columns."""
+    return [*numbers] * 2 if len(numbers) == 1 else [*numbers]

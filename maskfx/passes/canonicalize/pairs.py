@@ -27,6 +27,7 @@ from maskfx.passes.context import PassContext, argument, aten, node_value, op_na
 from maskfx.passes.spelling import Speller
 
 SCALES = frozenset({"mul", "div"})
+CAP = 60.0  # the exponential of this times a million is still a number
 SUMS = frozenset({"sum", "mean"})
 OVERLOADS = {name: getattr(aten, name).Tensor for name in ("mul", "div", "add", "sub")}
 
@@ -85,18 +86,58 @@ def canonicalize_pairs(graph: fx.Graph, ctx: PassContext) -> int:
     becomes y = pair_sum(q, k, ones, "relu")
     and     y = matmul(mul(matmul(q, transpose(k, -2, -1)), s), v)     (no function but a factor)
     becomes y = mul(matmul(q, matmul(transpose(k, -2, -1), v)), s)
+    and     y = matmul(softmax(mul(tanh(matmul(q, transpose(k, -2, -1))), 20), -1), v)
+    becomes z = pair_sum(q, k, cat([v, ones], -1), "tanh, mul 20, exp")
+            y = div(z[..., :-1], z[..., -1:])
     Keeps   weights that depend on more than one score, and products along a fixed axis.
     """
     count = 0
     for node in list(graph.nodes):
         name = op_name(node)
         if name in PRODUCTS:
-            count += product(graph, node)
+            count += capped(graph, node) or product(graph, node)
         elif name in SUMS:
             count += total(graph, node)
     if count:
         graph.eliminate_dead_code()
     return count
+
+
+def capped(graph: fx.Graph, node: fx.Node) -> bool:
+    """Rewrite a softmax of scores below a small number, which need no largest subtracted."""
+    weights, values = cast("list[fx.Node]", node.args[:2])
+    rank = node.meta["val"].dim()
+    if op_name(weights) not in ("softmax", "_softmax") or rank < 3 or len(weights.users) > 1:
+        return False
+    scores = argument(weights, 0, "self")
+    if argument(weights, 1, "dim") % rank != rank - 1 or not is_capped(scores):
+        return False
+    if any(node_value(n).dtype != torch.float32 for n in (weights, scores, values)):
+        return False  # half precision holds no large exponentials
+    spell = Speller(graph, node)
+    found = read(spell, spell.emit(aten.exp.default, scores), False)
+    if found is None:
+        spell.drop()
+        return False
+    one = spell.emit(aten.ones_like.default, spell.emit(aten.slice.Tensor, values, -1, 0, 1))
+    out = spelled(spell, found, spell.emit(aten.cat.default, [values, one], -1))
+    if out is None:
+        spell.drop()
+        return False
+    width = node_value(values).shape[-1]
+    sums, total = (
+        spell.emit(aten.slice.Tensor, out, -1, *at) for at in ((0, width), (width, width + 1))
+    )
+    spell.replace(spell.emit(aten.div.Tensor, sums, total))
+    return True
+
+
+def is_capped(scores: fx.Node) -> bool:
+    """Return True for a hyperbolic tangent times a number whose exponential is of normal size."""
+    name, parts = op_name(scores), list(scores.args)
+    numbers = [n for n in parts if isinstance(n, int | float)]
+    inner = [n for n in parts if isinstance(n, fx.Node) and op_name(n) == "tanh"]
+    return name == "mul" and len(numbers) == len(inner) == 1 and abs(numbers[0]) <= CAP
 
 
 def product(graph: fx.Graph, node: fx.Node) -> bool:

@@ -1,13 +1,16 @@
-"""Rewrites pools over a whole picture, and reductions with two results, to reductions."""
+"""Rewrites pools over a whole picture, or a few parts of it, and reductions with two results."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from maskfx.passes.canonicalize.resizes import MOST
 from maskfx.passes.context import PassContext, argument, aten, node_value, op_name
 from maskfx.passes.spelling import Speller
 
@@ -22,7 +25,9 @@ def canonicalize_pools(graph: fx.Graph, ctx: PassContext) -> int:
     After   y = mean(x, [-2, -1], True); z = amax(x, [1], True)
     and     v, m = var_mean(x, [2, 3]); n = mean(mean(x, [2]), [2])
     becomes v = var(x, [2, 3]); m = mean(x, [2, 3]); n = mean(x, [2, 3])
-    Keeps   pools to more values, maxima whose indices are used.
+    and     y = adaptive_avg_pool2d(x, [2, 2])      (x is a picture of any size, h * w)
+    becomes y = unflatten(matmul(flatten(x, 2), weights), 2, [2, 2])       (weights: [h * w, 4])
+    Keeps   pools to many values, or of one size, and maxima whose indices are used.
     """
     count = 0
     for node in list(graph.nodes):
@@ -32,6 +37,9 @@ def canonicalize_pools(graph: fx.Graph, ctx: PassContext) -> int:
         if name in ("adaptive_avg_pool2d", "adaptive_avg_pool1d") and to_one(node):
             spell = Speller(graph, node)
             spell.replace(spell.emit(aten.mean.dim, source, pooled_dims(name), True))
+        elif name == "adaptive_avg_pool2d" and to_few(node):
+            spell = Speller(graph, node)
+            spell.replace(by_parts(spell, source, argument(node, 1, "output_size")))
         elif name in ("adaptive_max_pool2d", "adaptive_max_pool1d") and to_one(node):
             if not without_indices(graph, node, aten.amax.default, pooled_dims(name), True):
                 continue
@@ -90,6 +98,33 @@ def apart(graph: fx.Graph, node: fx.Node, first: OpOverload) -> None:
 def to_one(node: fx.Node) -> bool:
     size: int | Sequence[int] = argument(node, 1, "output_size")
     return all(n == 1 for n in (size if isinstance(size, (list, tuple)) else [size]))
+
+
+def to_few(node: fx.Node) -> bool:
+    """Return True if a picture of any size is pooled to a few values."""
+    size, shape = argument(node, 1, "output_size"), node_value(node.args[0]).shape  # type: ignore[arg-type]
+    few = all(isinstance(n, int) for n in size) and math.prod(size) <= MOST
+    return few and len(shape) == 4 and any(isinstance(n, torch.SymInt) for n in shape[2:])
+
+
+def by_parts(spell: Speller, source: fx.Node, size: Sequence[int]) -> fx.Node:
+    """Return the means of parts of a picture, as products with the weights of its sites."""
+    value = node_value(source)
+    kind = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    along = []
+    for axis, parts in zip((2, 3), size, strict=True):
+        each = spell.emit(aten.eye.default, spell.size(source, axis), **kind)
+        weights = spell.emit(aten.unsqueeze.default, each, 0)
+        pooled = spell.emit(aten.adaptive_avg_pool1d.default, weights, [parts])
+        along.append(spell.emit(aten.squeeze.dims, pooled, [0]))
+    rows = spell.emit(aten.reshape.default, along[0], [-1, 1, size[0], 1])
+    columns = spell.emit(aten.reshape.default, along[1], [1, -1, 1, size[1]])
+    both = spell.emit(aten.mul.Tensor, rows, columns)
+    table = spell.emit(aten.flatten.using_ints, both, 2, 3)
+    table = spell.emit(aten.flatten.using_ints, table, 0, 1)
+    flat = spell.emit(aten.flatten.using_ints, source, 2, 3)
+    mixed = spell.emit(aten.matmul.default, flat, table)
+    return spell.emit(aten.unflatten.int, mixed, 2, list(size))
 
 
 def pooled_dims(name: str) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +13,7 @@ from torch.types import IntLikeType
 from maskfx.ir.other_sizes import SizeExpr
 from maskfx.passes.context import PassContext, argument, aten, op_name
 from maskfx.passes.drop_identity_ops import same_shape
+from maskfx.passes.spelling import Speller
 
 if TYPE_CHECKING:
     import sympy
@@ -26,14 +29,19 @@ def canonicalize_writes(graph: fx.Graph, ctx: PassContext) -> int:
     After   z = cat([text, image], 1)
     and     y = slice_scatter(x, z, 0, 0, end)      (all of the axis is written)
     becomes z
+    and     y = select_scatter(x, z, 1, 2)
+    becomes y = slice_scatter(x, unsqueeze(z, 1), 1, 2, 3)
     Keeps   writes that leave a gap or overlap, and those that convert their values.
     """
+    chosen = [node for node in graph.nodes if op_name(node) == "select_scatter"]
+    for node in chosen:
+        write_slice(graph, node)
     writes = [node for node in graph.nodes if op_name(node) == "slice_scatter"]
     complete = [node for node in writes if is_complete(node)]
     for node in complete:
         node.replace_all_uses_with(argument(node, 1, "src"))
         graph.erase_node(node)
-    count = len(complete)
+    count = len(complete) + len(chosen)
     for node in writes:
         if node in complete or is_continued(node):
             continue
@@ -48,6 +56,20 @@ def canonicalize_writes(graph: fx.Graph, ctx: PassContext) -> int:
         graph.erase_node(node)
         count += 1
     return count
+
+
+def write_slice(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace a write to one place of an axis by a write to a slice."""
+    axis, place = argument(node, 2, "dim"), argument(node, 3, "index")
+    spell = Speller(graph, node)
+    written = argument(node, 1, "src")
+    value = source_of(written)
+    if value is None or value.meta["val"].dtype != written.meta["val"].dtype:
+        value = written
+    wide = spell.emit(aten.unsqueeze.default, value, axis)
+    following = spell.emit(operator.add, place, 1) if isinstance(place, fx.Node) else place + 1
+    stop = sys.maxsize if isinstance(place, int) and place == -1 else following
+    spell.replace(spell.emit(aten.slice_scatter.default, node.args[0], wide, axis, place, stop))
 
 
 def axis_of(write: fx.Node) -> int:

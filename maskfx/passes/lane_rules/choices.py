@@ -33,10 +33,10 @@ from maskfx.ir.lanes import (
     shape_hint,
 )
 from maskfx.passes.context import Choice, argument, node_at, node_value, nodes_at, op_name
-from maskfx.passes.lane_rules import joins, mixing
+from maskfx.passes.lane_rules import joins, layers, mixing
 from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant, same_part
 from maskfx.passes.mark_stages import STEP, stage_of
-from maskfx.passes.operators import VIEWS
+from maskfx.passes.operators import SCATTERS, VIEWS
 
 rule = Rules()
 
@@ -211,6 +211,8 @@ def picked(m: Marker, node: fx.Node, lane: Lane, axis: int, numbers: fx.Node) ->
 @rule("scatter_add", "index_add", "scatter_reduce")
 def scatter_add(m: Marker, node: fx.Node) -> Lane:
     base, (axis, numbers, source) = node_at(node, 0), node.args[1:4]
+    if op_name(node) in SCATTERS and chosen_by(m, numbers) is None:
+        return layers.scatter(m, node)
     if op_name(node) == "scatter_reduce" and (
         argument(node, 4, "reduce") != "sum" or not argument(node, 5, "include_self", True)
     ):

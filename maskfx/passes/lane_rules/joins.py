@@ -12,6 +12,7 @@ from torch.types import IntLikeType
 
 from maskfx.ir.lanes import (
     SITES,
+    Batch,
     Dim,
     Feature,
     Lane,
@@ -19,6 +20,7 @@ from maskfx.ir.lanes import (
     Tokens,
     at_level,
     filling_segment,
+    fixed_count,
     fixed_segment,
     int_hint,
     is_image,
@@ -154,9 +156,28 @@ def unbind(m: Marker, node: fx.Node) -> tuple[Lane, ...]:
 def select(m: Marker, node: fx.Node) -> Lane:
     lane = m.need(node.args[0])
     axis = argument(node, 1, "dim") % len(lane.dims)
-    if not lane.is_feature_dim(axis) and not m.is_batch_of_one(lane.dims[axis]):
+    plain = lane.is_feature_dim(axis) or m.is_batch_of_one(lane.dims[axis])
+    if not plain and not selects_fixed(m, node, lane, axis):
         raise NotLaned(f"it selects from dimension {axis} of {lane}")
     return Lane(lane.dims[:axis] + lane.dims[axis + 1 :])
+
+
+def selects_fixed(m: Marker, node: fx.Node, lane: Lane, axis: int) -> bool:
+    """Return True if it selects one of a fixed number of tokens, such as that of a class."""
+    if not is_few(lane, axis) or not isinstance(lane.dims[axis][0], Tokens):
+        return False
+    place, whole = argument(node, 2, "index"), node_value(node.args[0]).shape[axis]  # type: ignore[arg-type]
+    at = int_hint(hinted(place))
+    segments = lane.segments if at >= 0 else lane.segments[::-1]
+    for segment in segments:
+        fixed = fixed_count(segment) is not None
+        if not fixed and isinstance(place, int) and isinstance(whole, torch.SymInt):
+            return False  # for another size of the picture, it selects another kind of token
+        size = m.ctx.pyramid.segment_size(segment)
+        if at in range(-size, size):
+            return fixed
+        at += -size if at >= 0 else size
+    return False
 
 
 @rule("slice")
@@ -288,16 +309,27 @@ def cut(m: Marker, lane: Lane, axis: int, start: int, stop: int) -> Lane:
         inside, at = [], 0
         for segment in dims[axis][0].segments:  # type: ignore[union-attr]
             size = m.ctx.pyramid.segment_size(segment)
-            if start <= at and at + size <= stop:
+            kept = min(stop, at + size) - max(start, at)
+            if kept == size:
                 inside.append(segment)
-            elif at < stop and start < at + size:
-                raise NotLaned(f"it cuts through {segment} of {lane}")
+            elif kept > 0:
+                if fixed_count(segment) is None:
+                    raise NotLaned(f"it cuts through {segment} of {lane}")
+                inside.append(fixed_segment(kept))
             at += size
         if not inside:
             raise NotLaned(f"it keeps nothing of dimension {axis} of {lane}")
+        if is_few(lane, axis) and all(fixed_count(segment) is not None for segment in inside):
+            dims[axis] = (Feature(stop - start),) if stop - start != 1 else ()
+            return Lane(tuple(dims))
         dims[axis] = m.ctx.pyramid.token_atoms(inside)
         return Lane(tuple(dims))
     raise NotLaned(f"it cuts dimension {axis} of {lane}")
+
+
+def is_few(lane: Lane, axis: int) -> bool:
+    """Return True if a fixed number of the tokens of this axis is a value of each sample."""
+    return axis != 0 and lane.dims[0][:1] == (Batch(),) and same_part(lane.dims[axis], lane)
 
 
 @rule("slice_scatter")
@@ -320,4 +352,14 @@ def slice_scatter(m: Marker, node: fx.Node) -> Lane:
     part = cut(m, lane, axis, start, start + size)
     if any(not same_dim(a, b) for a, b in zip(part.dims, source.dims, strict=True)):
         raise NotLaned(f"it writes {source} into {lane}")
+    if not lane.is_feature_dim(axis) and not begins_segment(m, lane, {start, start + size}):
+        raise NotLaned(f"it writes into a part of the tokens of {lane}")
     return lane
+
+
+def begins_segment(m: Marker, lane: Lane, places: set[int]) -> bool:
+    """Return True if a segment begins or ends at each of these places."""
+    ends = [0]
+    for segment in lane.segments:
+        ends.append(ends[-1] + m.ctx.pyramid.segment_size(segment))
+    return places <= set(ends)

@@ -9,7 +9,7 @@ from maskfx.ir.lanes import Batch, Feature, Lane, NotLaned, is_image, node_shape
 from maskfx.passes.context import argument, op_name
 from maskfx.passes.lane_rules.frames import is_by_frame
 from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant, same_part
-from maskfx.passes.operators import NORMS, POINTWISE, SITE_SOFTMAXES, SOFTMAXES
+from maskfx.passes.operators import NORMS, POINTWISE, SCATTERS, SITE_SOFTMAXES, SOFTMAXES
 
 rule = Rules()
 
@@ -59,6 +59,25 @@ def softmax(m: Marker, node: fx.Node) -> Lane:
     if over_sites and not all(map(is_image, lane.segments)):
         raise NotLaned(f"it runs along {lane.segments}")
     return lane
+
+
+@rule(*SCATTERS)
+def scatter(m: Marker, node: fx.Node) -> Lane:
+    """Write to features that values give the numbers of."""
+    out, axis = node_shape(node), argument(node, 1, "dim")
+    values = node.all_input_nodes
+    shapes = [node_shape(value) for value in values]
+    axis %= len(out)
+    if any(
+        len(s) != len(out) or s[:axis] + s[axis + 1 :] != out[:axis] + out[axis + 1 :]
+        for s in shapes
+    ):
+        raise NotLaned("it writes to a part of the sites")
+    dims = m.unify(values, out, free=axis, to=node)
+    if not all(m.need(value).is_feature_dim(axis) for value in values):
+        raise NotLaned(f"it writes along sites of {m.need(values[0])}")
+    dims[axis] = (Feature(out[axis]),) if out[axis] != 1 else ()
+    return Lane(tuple(dims))
 
 
 @rule("group_norm")

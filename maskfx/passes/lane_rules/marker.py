@@ -29,7 +29,7 @@ from maskfx.ir.lanes import (
 )
 from maskfx.ir.nodes import is_symbol_arithmetic
 from maskfx.ir.other_sizes import SizeExpr
-from maskfx.passes.context import PassContext, node_value, op_name
+from maskfx.passes.context import PassContext, argument, node_value, op_name
 from maskfx.passes.geometry import folds_into_users
 from maskfx.passes.lane_rules.frames import frames_first, is_each_frame
 from maskfx.passes.lane_rules.moved import level_to_meet, results_elsewhere, whole_level
@@ -37,6 +37,7 @@ from maskfx.passes.mark_stages import CONST, STEP, stage_of
 from maskfx.passes.operators import POINTWISE
 from maskfx.passes.symbolic_sizes import axes_of, has_remainder
 
+ATTENTION = "scaled_dot_product_attention"
 REPEATS = frozenset({"expand", "broadcast_to", "expand_as"})
 
 
@@ -150,8 +151,11 @@ class Marker:
 
     def check_inputs(self, node: fx.Node) -> None:
         """Refuse operators that rows can't express: on sizes, or on lanes with one image axis."""
+        mask = argument(node, 3, "attn_mask") if op_name(node) == ATTENTION else None
         for source in node.all_input_nodes:
             lane = lane_of(source)
+            if source is mask:  # its axes are queries and keys
+                continue
             if op_name(node) in POINTWISE and is_symbol_arithmetic(source):
                 raise NotLaned("it computes with the size of the picture or the batch")
             if op_name(node) not in POINTWISE and lane is not None and lane.is_half:

@@ -18,16 +18,18 @@ from maskfx.ir.lanes import (
     X,
     Y,
     merged,
+    node_shape,
     same_dim,
+    set_lane,
 )
 from maskfx.passes.context import argument, op_name
 from maskfx.passes.lane_rules.frames import attends_by_frame
 from maskfx.passes.lane_rules.marker import (
     Marker,
     Rules,
-    need_constant,
     same_part,
 )
+from maskfx.passes.mark_stages import STEP, stage_of
 from maskfx.passes.operators import IN_TURN, REDUCTIONS, merges_sites, reduced_dims
 
 rule = Rules()
@@ -68,10 +70,9 @@ def attention(m: Marker, node: fx.Node) -> Lane:
         if argument(node, 5, "is_causal", False):
             raise NotLaned("causal attention isn't narrowed")
         if is_within_rows(q, k, v):
-            need_constant(m, node.all_input_nodes[3:])
+            check_own_mask(m, argument(node, 3, "attn_mask"), q)
         elif line_axis(q, k, v):
-            if argument(node, 3, "attn_mask") is not None:
-                raise NotLaned("it attends along lines of the picture, with a mask")
+            check_line_mask(node, q)
         elif attends_by_frame(q, k, v):
             if argument(node, 3, "attn_mask") is not None:
                 raise NotLaned("each frame attends to tokens of its own, with a mask")
@@ -80,6 +81,24 @@ def attention(m: Marker, node: fx.Node) -> Lane:
         else:
             check_sites(m, q, k, v)
     return Lane((*q.dims[:-1], v.dims[-1]))
+
+
+def check_own_mask(m: Marker, mask: fx.Node | None, q: Lane) -> None:
+    """Check a mask of rows that attend to their own features: constant, or one of each row."""
+    if mask is None or m.need(mask).kind == "const":
+        return
+    have, shape = m.need(mask), node_shape(mask)
+    below = q.dims[len(q.dims) - len(shape) : -2]
+    dims: list[Dim] = []
+    for own, size, dim in zip(have.dims, shape, below, strict=False):
+        adopts = stage_of(mask) != STEP and m.same_size(size, dim)
+        if size != 1 and not adopts and not same_dim(own, dim):
+            raise NotLaned(f"its mask {mask} doesn't line up: {have} beside {q}")
+        dims.append(dim if size != 1 else ())
+    found = Lane((*dims, *have.dims[-2:]))
+    if not found.has_sites or not all(map(found.is_feature_dim, (-2, -1))):
+        raise NotLaned(f"its mask {mask} is {have}, which isn't one of each row")
+    set_lane(mask, found)
 
 
 def attends_batch(q: Lane, k: Lane, v: Lane) -> bool:
@@ -131,6 +150,20 @@ def line_axis(q: Lane, k: Lane, v: Lane) -> str:
         return ""
     outer = [[base_dim(d) for d in lane.dims[:-2]] for lane in (q, k, v)]
     return found.pop() if outer[0] == outer[1] == outer[2] else ""
+
+
+def check_line_mask(node: fx.Node, q: Lane) -> None:
+    """Refuse a mask of lines that each line has its own entries of, or that a step computes."""
+    mask = argument(node, 3, "attn_mask")
+    if mask is None:
+        return
+    shape, outer = node_shape(mask), q.dims[:-2]
+    below = outer[len(outer) - len(shape) + 2 :] if len(shape) > 2 else ()
+    told = [a for dim, size in zip(below, shape[:-2], strict=True) if size != 1 for a in dim]
+    if stage_of(mask) == STEP:
+        raise NotLaned("it attends along lines of the picture, with a mask of each step")
+    if any(isinstance(a, SITES) for a in told):
+        raise NotLaned("it attends along lines of the picture, with a mask for each line")
 
 
 def base_dim(dim: Dim) -> Dim:

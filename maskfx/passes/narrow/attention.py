@@ -23,7 +23,7 @@ from maskfx.ir.lanes import (
     node_shape,
 )
 from maskfx.ir.pyramid import Window
-from maskfx.ir.sources import CallSpans, Given, Halo, Pairs, Rest
+from maskfx.ir.sources import CallSpans, Given, Halo, LinePairs, Lines, Pairs, Rest
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -37,7 +37,7 @@ from maskfx.passes.context import (
 )
 from maskfx.passes.lane_rules.frames import attends_by_frame
 from maskfx.passes.lane_rules.mixing import is_within_rows, line_axis
-from maskfx.passes.row_form import fixed_rows
+from maskfx.passes.row_form import fixed_rows, rows_at
 
 ATTENTIONS = frozenset({"scaled_dot_product_attention", "pair_sum"})
 
@@ -121,9 +121,12 @@ def within(edit: Editor, node: fx.Node) -> None:
         parts.append(edit.reshape(rows, own, [heads, *shape]))
     mask = attention_mask(node)
     if mask is not None:
-        wide = [need_lane(mask).features(i) for i in range(len(node_shape(mask)) - 2)]
-        heads = prod(wide) if prod(wide) > 1 else 1
-        mask = edit.emit(aten.reshape.default, mask, [heads, *node_shape(mask)[-2:]])
+        have = need_lane(mask)
+        shape = [prod(map(have.features, range(len(have.dims) - 2))), *node_shape(mask)[-2:]]
+        if have.has_sites:
+            mask = edit.reshape(rows_at(edit, mask, lane), have.row_shape(), shape)
+        else:
+            mask = edit.emit(aten.reshape.default, mask, shape)
     if op_name(node) == "pair_sum":
         out = edit.emit(ops.pair_sum, *parts, node.args[3])
     else:
@@ -152,11 +155,33 @@ def along_lines(edit: Editor, node: fx.Node, axis: str) -> None:
         rows.append(by_line(edit, own, lane, axis, "order"))
     for lane, part in ((queries, "spans"), (keys, "spans"), (keys, "rest_spans")):
         spans.append(edit.lines(part, lane, axis, window))
-    scale = attention_scale(edit, node)
-    out = edit.emit(ops.attend, *rows, *rest, *spans, None, 1, False, scale)
+    bias, layout = line_bias(edit, attention_mask(node), queries, spans)
+    out = edit.emit(ops.attend, *rows, *rest, *spans, bias, *layout, attention_scale(edit, node))
     out = by_line(edit, out, queries, axis, "back")
     shape = [node_heads(queries), node_shape(sources[2])[-1]]
     edit.replace(edit.reshape(out, shape, need_lane(node).row_shape()))
+
+
+def line_bias(
+    edit: Editor, mask: fx.Node | None, queries: Lane, spans: list[fx.Node]
+) -> tuple[fx.Node | None, tuple[int, bool]]:
+    """Return the attention mask of all lines as one flat list, its number of heads, and True."""
+    if mask is None:
+        return None, (1, False)
+    given = given_mask(edit, mask)
+    heads = mask_heads(edit.node, node_shape(mask)[:-2], queries)
+    lines = [edit.ctx.interface.inputs[str(table.target)] for table in spans]
+    own, keys, rest = (line for line in lines if isinstance(line, Lines))
+    name = f"line_pairs_{mask.target}_{heads}_{own.name}_to_{keys.name}_{rest.name}"
+    return edit.input(name, LinePairs(given, own, keys, rest, heads)), (heads, True)
+
+
+def given_mask(edit: Editor, mask: fx.Node) -> Given:
+    """Return a mask that a request gives; its axes are queries and keys, and have no lanes."""
+    given = edit.ctx.interface.inputs.get(str(mask.target)) if mask.op == "placeholder" else None
+    if not isinstance(given, Given):
+        raise Unsupported(edit.node, "its mask is computed in every step")
+    return Given(given.origin, given.index, Lane(()))
 
 
 def through_frames(queries: Lane, keys: Lane) -> Window:
@@ -347,16 +372,13 @@ def attention_bias(
     order = [SITES.index(type(a)) for a in queries.dims[-2] if isinstance(a, SITES)]
     if order != sorted(order):
         raise Unsupported(edit.node, "it has a mask, and its tokens count column by column")
-    given = edit.ctx.interface.inputs.get(str(mask.target)) if mask.op == "placeholder" else None
-    if not isinstance(given, Given):
-        raise Unsupported(edit.node, "its mask is computed in every step")
+    given = given_mask(edit, mask)
     shape = node_shape(mask)
     heads = mask_heads(edit.node, shape[:-2], queries)
     pairwise = len(shape) >= 2 and shape[-2] != 1
     who = queries.segments if pairwise else ()
     name = f"pairs_{mask.target}_{heads}_{slug((*who, 'to', *keys))}"
-    bare = Given(given.origin, given.index, Lane(()))  # a mask's axes are its queries and keys
-    return edit.input(name, Pairs(bare, who, keys, heads)), (heads, pairwise)
+    return edit.input(name, Pairs(given, who, keys, heads)), (heads, pairwise)
 
 
 def mask_heads(node: fx.Node, leading: Sequence[int], queries: Lane) -> int:

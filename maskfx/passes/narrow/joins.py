@@ -6,7 +6,16 @@ import operator
 
 from torch import fx
 
-from maskfx.ir.lanes import Dim, Feature, Lane, lane_of, lanes_of, node_shape, set_lane
+from maskfx.ir.lanes import (
+    Lane,
+    fixed_count,
+    int_hint,
+    lane_of,
+    lanes_of,
+    node_shape,
+    set_lane,
+    shape_hint,
+)
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -19,7 +28,7 @@ from maskfx.passes.context import (
 )
 from maskfx.passes.narrow.attention import count_rows
 from maskfx.passes.operators import PADS
-from maskfx.passes.row_form import fixed_rows, full_rows, is_rows
+from maskfx.passes.row_form import along_axis, fixed_rows, full_rows, is_rows
 
 CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "unbind"})
 
@@ -38,6 +47,8 @@ def narrow_joins(graph: fx.Graph, ctx: PassContext) -> int:
             continue
         if name in CUTS and has_row_parts(node):
             cut_many(graph, ctx, node)
+        elif name in ("slice", "select") and keeps_few(node):
+            few(Editor(graph, ctx, node), node)
         elif not is_rows(node):
             continue
         elif name in ("cat", "concat", "concatenate"):
@@ -72,6 +83,31 @@ def has_row_parts(node: fx.Node) -> bool:
     return lanes is not None and lane is not None and lane.kind == "rows"
 
 
+def keeps_few(node: fx.Node) -> bool:
+    """Return True if the node keeps a fixed number of tokens, which are a value of each sample."""
+    source, lane = lane_of(node.args[0]), lane_of(node)
+    few = source is not None and source.has_sites and lane is not None and not lane.has_sites
+    return few and "val" in node.meta
+
+
+def few(edit: Editor, node: fx.Node) -> None:
+    """Cut tokens of a fixed number out of the rows."""
+    lane = need_lane(node.args[0])
+    axis = argument(node, 1, "dim", 0) % len(lane.dims)
+    start, count = start_of(node, axis, 2), 1
+    if op_name(node) == "slice":
+        count = node_shape(node)[axis]
+    found = samples_of(edit, edit.rows(node.args[0]), lane, axis, (start, start + count))  # type: ignore[arg-type]
+    edit.replace_plain(edit.emit(aten.reshape.default, found, [-1, *node_shape(node)[1:]]))
+
+
+def start_of(node: fx.Node, axis: int, place: int) -> int:
+    """Return where a slice begins, or which token a selection takes, counted from the first."""
+    given = argument(node, place, "index" if op_name(node) == "select" else "start", 0) or 0
+    start = int_hint(given.meta["val"] if isinstance(given, fx.Node) else given)
+    return start + node_shape(node.args[0])[axis] if start < 0 else start  # type: ignore[arg-type]
+
+
 def join(edit: Editor, node: fx.Node) -> None:
     out = need_lane(node)
     nodes: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
@@ -79,31 +115,25 @@ def join(edit: Editor, node: fx.Node) -> None:
     if out.is_feature_dim(axis):
         rows = []
         for value in nodes:
-            part = Lane((*out.dims[:axis], value_dim(value, axis), *out.dims[axis + 1 :]))
-            row = full_rows(edit, value, part)
+            row, part = along_axis(edit, value, out, axis)
             if part.features(axis) == 1:
                 row = edit.emit(aten.unsqueeze.default, row, out.row_dim(axis))
             rows.append(row)
         edit.replace(edit.emit(aten.cat.default, rows, out.row_dim(axis)))
         return
-    rows = []
-    for value in nodes:
-        lane = need_lane(value)
-        if node_shape(value)[axis] == 0:
-            continue
-        if lane.kind == "rows":
-            rows.append(edit.reshape(edit.rows(value), lane.row_shape(), out.row_shape()))
-        else:
-            if lane.kind == "const":
-                raise Unsupported(node, f"it joins {value}, which has no batch, to tokens")
-            fixed, sizes = fixed_rows(edit, value, axis)
-            rows.append(edit.reshape(fixed, sizes, out.row_shape()))
+    rows = [token_piece(edit, n, axis, out) for n in nodes if node_shape(n)[axis] != 0]
     edit.replace(edit.emit(aten.cat.default, rows, 0) if len(rows) > 1 else rows[0])
 
 
-def value_dim(value: fx.Node, axis: int) -> Dim:
-    size = node_shape(value)[axis]
-    return (Feature(size),) if size != 1 else ()
+def token_piece(edit: Editor, value: fx.Node, axis: int, out: Lane) -> fx.Node:
+    """Return the rows of a value that becomes a part of a token axis."""
+    lane = need_lane(value)
+    if lane.kind == "rows":
+        return edit.reshape(edit.rows(value), lane.row_shape(), out.row_shape())
+    if lane.kind == "const":
+        raise Unsupported(edit.node, f"it joins {value}, which has no batch, to tokens")
+    fixed, sizes = fixed_rows(edit, value, axis)
+    return edit.reshape(fixed, sizes, out.row_shape())
 
 
 def stack(edit: Editor, node: fx.Node) -> None:
@@ -147,7 +177,8 @@ def cut_one(edit: Editor, node: fx.Node) -> None:
             rows = edit.emit(aten.squeeze.dims, rows, [place])
         edit.replace(rows)
     else:
-        edit.replace(row_range(edit, rows, lane, out))
+        start = start_of(node, axis, 2)
+        edit.replace(row_range(edit, rows, lane, (start, start + node_shape(node)[axis])))
 
 
 def write_part(edit: Editor, node: fx.Node) -> None:
@@ -165,31 +196,76 @@ def write_part(edit: Editor, node: fx.Node) -> None:
         target = aten.slice_scatter.default
         edit.replace(edit.emit(target, rows, new, lane.row_dim(axis), *node.args[3:]))
     else:
-        whole, part_segments = lane.segments, source.segments
-        first = next(
-            i for i in range(len(whole)) if whole[i : i + len(part_segments)] == part_segments
-        )
-        stop = first + len(part_segments)
-        new = edit.reshape(edit.rows(node.args[1]), source.row_shape(), lane.row_shape())  # type: ignore[arg-type]
-        pieces = [new]
-        if first:
-            head = count_rows(edit, whole[:first])
-            pieces.insert(0, edit.emit(aten.slice.Tensor, rows, 0, 0, head))
-        if stop < len(whole):
-            tail = count_rows(edit, whole[:stop])
-            pieces.append(edit.emit(aten.slice.Tensor, rows, 0, tail))
+        start = start_of(node, axis, 3)
+        stop, whole = start + node_shape(node.args[1])[axis], node_shape(node)[axis]  # type: ignore[arg-type]
+        pieces = [token_piece(edit, node.args[1], axis, lane)]  # type: ignore[arg-type]
+        if start:
+            pieces.insert(0, row_range(edit, rows, lane, (0, start)))
+        if stop < whole:
+            pieces.append(row_range(edit, rows, lane, (stop, whole)))
         edit.replace(edit.emit(aten.cat.default, pieces, 0))
 
 
-def row_range(edit: Editor, rows: fx.Node, lane: Lane, out: Lane) -> fx.Node:
-    """Return the rows of some of the segments, which are adjacent."""
-    whole, part = lane.segments, out.segments
-    if whole == part:
+Part = tuple[int, int]  # start and stop of a part of a token axis, in the sizes at capture
+
+
+def row_range(edit: Editor, rows: fx.Node, lane: Lane, part: Part) -> fx.Node:
+    """Return the rows of a part of the tokens."""
+    pieces, whole = list[fx.Node](), list[int]()
+    kept = kept_segments(edit.ctx, lane, part)
+    for number, inside in kept:
+        if inside is None:
+            whole.append(number)
+            continue
+        pieces += [rows_between(edit, rows, lane, whole)] if whole else []
+        whole.clear()
+        cut = cut_fixed(edit, rows_between(edit, rows, lane, [number]), lane, number, inside)
+        pieces.append(edit.emit(aten.flatten.using_ints, cut, 0, 1))
+    pieces += [rows_between(edit, rows, lane, whole)] if whole else []
+    return pieces[0] if len(pieces) == 1 else edit.emit(aten.cat.default, pieces, 0)
+
+
+def samples_of(edit: Editor, rows: fx.Node, lane: Lane, axis: int, part: Part) -> fx.Node:
+    """Return a fixed number of tokens as a value of each sample, with its axes in order."""
+    pieces = []
+    for number, inside in kept_segments(edit.ctx, lane, part):
+        own = rows_between(edit, rows, lane, [number])
+        pieces.append(cut_fixed(edit, own, lane, number, inside))
+    found = pieces[0] if len(pieces) == 1 else edit.emit(aten.cat.default, pieces, 1)
+    place, rank = lane.row_dim(axis), 1 + len(lane.row_dims())
+    order = [0, *range(2, place + 1), 1, *range(place + 1, rank + 1)]
+    return found if order == sorted(order) else edit.emit(aten.permute.default, found, order)
+
+
+def kept_segments(ctx: PassContext, lane: Lane, part: Part) -> list[tuple[int, Part | None]]:
+    """Return the numbers of the segments that lie in a part, and which tokens if not all of one."""
+    found: list[tuple[int, Part | None]] = []
+    at = 0
+    for number, segment in enumerate(lane.segments):
+        size = ctx.pyramid.segment_size(segment)
+        first, last = max(part[0] - at, 0), min(part[1] - at, size)
+        if first < last:
+            found.append((number, None if last - first == size else (first, last)))
+        at += size
+    return found
+
+
+def rows_between(edit: Editor, rows: fx.Node, lane: Lane, numbers: list[int]) -> fx.Node:
+    """Return the rows of segments that follow each other."""
+    whole = lane.segments
+    if len(numbers) == len(whole):
         return rows
-    first = next(i for i in range(len(whole)) if whole[i : i + len(part)] == part)
-    start = count_rows(edit, whole[:first])
-    stop = count_rows(edit, whole[: first + len(part)])
+    start = count_rows(edit, whole[: numbers[0]])
+    stop = count_rows(edit, whole[: numbers[-1] + 1])
     return edit.emit(aten.slice.Tensor, rows, 0, start, stop)
+
+
+def cut_fixed(edit: Editor, rows: fx.Node, lane: Lane, number: int, inside: Part | None) -> fx.Node:
+    """Return (requests, tokens, ...) of the rows of a fixed segment, or of some of its tokens."""
+    count = fixed_count(lane.segments[number])
+    assert count is not None, lane
+    apart = edit.emit(aten.unflatten.int, rows, 0, [-1, count])
+    return apart if inside is None else edit.emit(aten.slice.Tensor, apart, 1, *inside)
 
 
 def cut_many(graph: fx.Graph, ctx: PassContext, node: fx.Node) -> None:
@@ -221,11 +297,21 @@ def cut_many(graph: fx.Graph, ctx: PassContext, node: fx.Node) -> None:
                 for p, s in zip(parts, sizes, strict=True)
             ]
     else:
-        parts = [row_range(edit, rows, lane, part) for part in lanes if part is not None]
+        parts, start = [], 0
+        for value, part in zip(node.meta["val"], lanes, strict=True):
+            shape = shape_hint(value)
+            stop = start + shape[axis]
+            if part is not None and part.has_sites:
+                parts.append(row_range(edit, rows, lane, (start, stop)))
+            else:
+                few_rows = samples_of(edit, rows, lane, axis, (start, stop))
+                parts.append(edit.emit(aten.reshape.default, few_rows, [-1, *shape[1:]]))
+            start = stop
     for user in list(node.users):
         if user.target is not operator.getitem:
             raise Unsupported(user, f"it uses all parts of {node.name} at once")
-        Editor(graph, ctx, user).replace(parts[int(str(user.args[1]))])
+        own, found = Editor(graph, ctx, user), parts[int(str(user.args[1]))]
+        (own.replace if need_lane(user).has_sites else own.replace_plain)(found)
     graph.erase_node(node)
 
 

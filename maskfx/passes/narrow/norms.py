@@ -9,8 +9,8 @@ from maskfx.ir.sources import Rest, RestStats
 from maskfx.ops import wide
 from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name, ops
 from maskfx.passes.lane_rules.frames import is_by_frame
-from maskfx.passes.operators import NORMS, SOFTMAXES
-from maskfx.passes.row_form import is_rows
+from maskfx.passes.operators import NORMS, SCATTERS, SOFTMAXES
+from maskfx.passes.row_form import along_axis, is_rows
 
 
 def narrow_norms(graph: fx.Graph, ctx: PassContext) -> int:
@@ -33,6 +33,8 @@ def narrow_norms(graph: fx.Graph, ctx: PassContext) -> int:
             axis = need_lane(node.args[0]).row_dim(argument(node, 1, "dim"))
             rows = edit.rows(node.args[0])
             edit.replace(edit.emit(node.target, rows, axis, *node.args[2:], **node.kwargs))
+        elif name in SCATTERS:
+            scatter(edit, node)
         elif name == "group_norm":
             group_norm(edit, node)
         elif name == "batch_norm":
@@ -46,6 +48,22 @@ def narrow_norms(graph: fx.Graph, ctx: PassContext) -> int:
 def runs_over_sites(node: fx.Node) -> bool:
     """Return True for a softmax over sites, which is a reduction of them."""
     return not need_lane(node).is_feature_dim(argument(node, 1, "dim"))
+
+
+def scatter(edit: Editor, node: fx.Node) -> None:
+    """Write to features of each row."""
+    out = need_lane(node)
+    axis = argument(node, 1, "dim") % len(out.dims)
+
+    def widened(value: fx.Node) -> fx.Node:
+        rows, part = along_axis(edit, value, out, axis)
+        alone = part.features(axis) == 1
+        return edit.emit(aten.unsqueeze.default, rows, out.row_dim(axis)) if alone else rows
+
+    args = fx.map_arg(node.args, widened)
+    found = edit.emit(node.target, args[0], out.row_dim(axis), *args[2:], **node.kwargs)  # type: ignore[arg-type]
+    gone = out.features(axis) == 1
+    edit.replace(edit.emit(aten.squeeze.dims, found, [out.row_dim(axis)]) if gone else found)
 
 
 def group_norm(edit: Editor, node: fx.Node) -> None:

@@ -278,13 +278,14 @@ def by_constant(edit: Editor, node: fx.Node, a: fx.Node, b: fx.Node) -> fx.Node:
         rows, matrix = edit.rows(a), edit.emit(aten.reshape.default, b, shape[-2:])
         out = edit.emit(aten.matmul.default, rows, matrix)
     else:
+        many = prod(shape[:-2])
         heads, depth = shape3(la, before=False)
-        if prod(shape[:-2]) != heads:
-            raise Unsupported(node, f"its {prod(shape[:-2])} matrices don't fit {heads} heads")
+        if heads not in (1, many):
+            raise Unsupported(node, f"its {many} matrices don't fit {heads} heads")
         rows = edit.emit(aten.transpose.int, rows3(edit, a, la, before=False), 0, 1)
-        matrix = edit.emit(aten.reshape.default, b, [heads, *shape[-2:]])
+        matrix = edit.emit(aten.reshape.default, b, [many, *shape[-2:]])
         out = edit.emit(aten.transpose.int, edit.emit(aten.matmul.default, rows, matrix), 0, 1)
-        return edit.reshape(out, [heads, shape[-1]], need_lane(node).row_shape())
+        return edit.reshape(out, [many, shape[-1]], need_lane(node).row_shape())
     wide = [*la.row_shape()[:-1], shape[-1]]
     return edit.reshape(out, wide, need_lane(node).row_shape())
 

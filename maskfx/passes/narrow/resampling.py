@@ -9,7 +9,15 @@ from torch import fx
 from maskfx.ir.lanes import Y
 from maskfx.ir.pyramid import Pyramid, Window
 from maskfx.ir.sources import Parents
-from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name
+from maskfx.passes.context import (
+    Editor,
+    PassContext,
+    Unsupported,
+    argument,
+    aten,
+    need_lane,
+    op_name,
+)
 from maskfx.passes.operators import RESAMPLINGS
 from maskfx.passes.row_form import is_rows, mixed, pick_up
 
@@ -29,6 +37,8 @@ def narrow_resampling(graph: fx.Graph, ctx: PassContext) -> int:
         if op_name(node) not in RESAMPLINGS or not is_rows(node):
             continue
         edit = Editor(graph, ctx, node)
+        if not need_lane(node.args[0]).has_sites:
+            raise Unsupported(node, f"it resizes {need_lane(node.args[0])} to the picture's size")
         source, target = (
             next(a.level for a in need_lane(n).atoms() if isinstance(a, Y))
             for n in (node.args[0], node)

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from maskfx.ir.lanes import Batch, lane_of, node_shape
-from maskfx.passes.context import Editor, PassContext, Unsupported, aten, op_name
+from maskfx.passes.context import Editor, PassContext, Unsupported, aten, need_lane, op_name
 from maskfx.passes.operators import VIEWS
 
 
@@ -24,6 +24,8 @@ def narrow_samples(graph: fx.Graph, ctx: PassContext) -> int:
             continue
         if "origin" in node.meta:  # rewritten already
             continue
+        if any(lane_of(n) is not None and need_lane(n).has_sites for n in node.all_input_nodes):
+            continue  # another pass makes it of rows
         name = op_name(node)
         symbolic = any(is_size(n) for n in node.all_input_nodes)
         edit = Editor(graph, ctx, node)

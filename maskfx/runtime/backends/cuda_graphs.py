@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from maskfx.compiler.pieces import Piece, cut
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Interface
-from maskfx.ir.sources import CallSpans, OwnGroups, Pairs, RankGroups, RestSpans, Spans
+from maskfx.ir.sources import CallSpans, LinePairs, OwnGroups, Pairs, RankGroups, RestSpans, Spans
 from maskfx.runtime.backends.eager import Runner
 from maskfx.runtime.backends.graph_function import Fetch, Run
 from maskfx.runtime.backends.pieces import PieceRunner, at_inputs
@@ -156,7 +156,7 @@ def reads_host(node: fx.Node, interface: Interface) -> bool:
         interface.inputs.get(str(n.target)) for n in node.all_input_nodes if n.op == "placeholder"
     ]
     return any(
-        isinstance(s, Spans | RestSpans | CallSpans | RankGroups | OwnGroups | Pairs)
+        isinstance(s, Spans | RestSpans | CallSpans | RankGroups | OwnGroups | Pairs | LinePairs)
         for s in sources
     )
 

@@ -42,6 +42,7 @@ from maskfx.ir.sources import (
     Given,
     Halo,
     Kept,
+    LinePairs,
     Loaded,
     Pairs,
     Rest,
@@ -231,7 +232,7 @@ def meta_inputs(program: Program, sites: ActiveSites, batch: int) -> list[Tensor
         value = node.meta.get("val")
         if isinstance(value, Tensor):
             dtype = value.dtype
-        elif isinstance(source, Given | Pairs):
+        elif isinstance(source, Given | Pairs | LinePairs):
             dtype = torch.float32
         else:
             dtype = dtype_of(source, interface.taps, value)

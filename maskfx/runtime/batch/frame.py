@@ -26,6 +26,7 @@ from maskfx.ir.sources import (
     Given,
     Halo,
     Kept,
+    LinePairs,
     Loaded,
     OwnBiases,
     OwnGroups,
@@ -45,7 +46,7 @@ from maskfx.ir.sources import (
 from maskfx.ir.values import Equality
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
-from maskfx.runtime.batch.pair_masks import pair_masks, pair_table
+from maskfx.runtime.batch.pair_masks import line_masks, pair_masks, pair_table
 from maskfx.runtime.batch.recorded import RecordedRows
 from maskfx.runtime.batch.rows import pick_rows, picked_bytes, take_rows
 from maskfx.runtime.cache.computed_rows import is_computed
@@ -132,7 +133,8 @@ class Frame:
 
     def is_fixed(self, source: object) -> bool:
         """Return True if an input depends on the layout alone."""
-        return not isinstance(source, Given | Tapped | Pairs | PairTable | Adapted)
+        made = Given | Tapped | Pairs | PairTable | LinePairs | Adapted
+        return not isinstance(source, made)
 
     def jobs(
         self, members: Sequence[Member], names: Iterable[str], copies: bool = True
@@ -255,7 +257,7 @@ class Frame:
                     *self.layout.order(source.keys, True),
                     *self.layout.order(source.queries, False),
                 ]
-            case RankGroups() | Down() | Up() | Updated() | Weights():
+            case RankGroups() | Down() | Up() | Updated() | Weights() | LinePairs():
                 return []  # one copy brings tables of indices
             case OwnWeights() | OwnBiases() | OwnGroups():
                 return []  # one copy brings tables of indices
@@ -277,10 +279,7 @@ class Frame:
                 values = [wait_for(m.given[origin][index]) for m in members]
                 if origin != "request":
                     return self.gather(values, lane)
-                kept = self._given.get(name)
-                if kept is None or any(a is not b for a, b in zip(kept[0], values, strict=True)):
-                    kept = self._given[name] = (values, self.gather(values, lane))
-                return kept[1]
+                return self._kept(name, values, lambda: self.gather(values, lane))
             case Halo() | Rest() | Loaded() | Kept() | RestShare():
                 return self.recorded.pick(source, partial(self.picks_of, name, source), members)
             case RestStats(tap, segments):
@@ -290,6 +289,11 @@ class Frame:
             case Pairs():
                 return torch.cat(
                     [own.reshape(-1) for own in pair_masks(source, members, self.layout, self._on)]
+                )
+            case LinePairs(value):
+                values = [m.given[value.origin][value.index] for m in members]
+                return self._kept(
+                    name, values, lambda: line_masks(source, members, self.layout, self._on)
                 )
             case PairTable():
                 return pair_table(source, members, self.layout, self._on)
@@ -306,6 +310,13 @@ class Frame:
                 return stacks.groups(source, self.layout.row_counts(segments), owners)
         table = self._table_of(name, source)
         return table if self.layout.on_host(source) else self.tables.on(table, self.device)
+
+    def _kept(self, name: str, values: list[object], make: Callable[[], Tensor]) -> Tensor:
+        """Return what is made of values of the members, made again if one of them is another."""
+        kept = self._given.get(name)
+        if kept is None or any(a is not b for a, b in zip(kept[0], values, strict=True)):
+            kept = self._given[name] = (values, make())
+        return kept[1]
 
     def _on(self, table: Tensor) -> Tensor:
         return self.tables.on(table, self.device)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from maskfx.ir.lanes import grid_level, of_each
 from maskfx.ir.lines import (
     APART,
+    Index,
     Numbered,
     by_count,
     line_count,
     line_table,
     lines_of,
     lines_of_each,
+    places_of,
 )
 from maskfx.ir.sources import Lines
 from maskfx.runtime.sites.active import ActiveSites
@@ -33,16 +36,31 @@ def numbered(source: Lines, sites: ActiveSites) -> Numbered:
     if each is not None:  # each token has a row for each frame, one after the other
         return lines_of_each(each[0], 0 if rest else sites.count(each[1]))
     grid, count = grid_of(segment, sites), count_lines(source.segments, source.axis, sites)
-    if not rest:
-        index = sites.active(segment)
-    else:
-        index = sites.rest(segment) if source.window is None else sites.window(source.window)[1]
-    found = lines_of(source.axis, index.numpy(), grid)
+    found = lines_of(source.axis, sites_of(source, sites), grid)
     if source.axis not in APART:
         return found, count
     # queries and keys may have other active sites, but lines have one number for both
     masked = sites.active(*sites.pyramid.base_segments(source.segments)).numpy()
     return by_count((lines_of(source.axis, masked, grid), count), found), count
+
+
+def sites_of(source: Lines, sites: ActiveSites) -> Index:
+    """Return the active sites whose lines a table is about, or those of the rest."""
+    (segment,) = source.segments
+    if not source.part.startswith("rest_"):
+        return sites.active(segment).numpy()
+    index = sites.rest(segment) if source.window is None else sites.window(source.window)[1]
+    return index.numpy()
+
+
+def places(source: Lines, sites: ActiveSites) -> list[Index]:
+    """Return, for each line, the places of its rows in it, in their order."""
+    lines, count = numbered(source, sites)
+    (segment,) = source.segments
+    found = places_of(source.axis, sites_of(source, sites), grid_of(segment, sites))
+    order = lines.argsort(kind="stable")
+    ends = np.bincount(lines, minlength=count).cumsum()
+    return np.split(found[order], ends[:-1])
 
 
 def count_lines(segments: Sequence[str], axis: str, sites: ActiveSites) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from maskfx.ir.lanes import is_image
-from maskfx.ir.sources import Owner, Pairs, PairTable, RestOwner
+from maskfx.ir.sources import LinePairs, Owner, Pairs, PairTable, RestOwner
 from maskfx.runtime.batch.layout import Layout
+from maskfx.runtime.batch.lines import places
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.hardware.devices import moved
 
@@ -36,16 +38,43 @@ def pair_masks(
         full = full.reshape(-1, source.heads, *torch.atleast_2d(full).shape[-2:])
         for b in range(member.batch):
             own = full[min(b, full.shape[0] - 1)]
-            if source.queries and own.shape[1] > 1:
-                own = own.index_select(1, rows)
-            elif source.queries:
-                own = own.expand(-1, len(rows), -1)
-            if own.shape[2] > 1:
-                own = own.index_select(2, columns)
+            if source.queries:
+                out.append(picked(own, rows, columns))
             else:
-                own = own.expand(-1, -1, len(columns))
-            out.append(own)
+                out.append(picked(own, rows.new_zeros(own.shape[1]), columns))
     return out
+
+
+def line_masks(
+    source: LinePairs,
+    members: Sequence[Member],
+    layout: Layout,
+    place: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return the (heads, queries, keys) masks of all lines of each owner, one after another."""
+    value, out = source.value, []
+    for member, sites in zip(members, layout.sites, strict=True):
+        full = member.given[value.origin][value.index]
+        full = full.reshape(-1, source.heads, *full.shape[-2:])
+        each = zip(
+            *(places(s, sites) for s in (source.queries, source.keys, source.rest)), strict=True
+        )
+        tables = [
+            (place(torch.from_numpy(rows)), place(torch.from_numpy(np.concatenate(keys))))
+            for rows, *keys in each
+        ]
+        for b in range(member.batch):
+            own = full[min(b, full.shape[0] - 1)]
+            out += [picked(own, rows, keys).reshape(-1) for rows, keys in tables]
+    return torch.cat(out)
+
+
+def picked(mask: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+    """Return the entries of a (heads, queries, keys) mask for these places."""
+    wide = mask.shape[1] > 1
+    mask = mask.index_select(1, rows) if wide else mask.expand(-1, len(rows), -1)
+    wide = mask.shape[2] > 1
+    return mask.index_select(2, keys) if wide else mask.expand(-1, -1, len(keys))
 
 
 def pair_table(

@@ -1,9 +1,10 @@
 """canonicalize_convolutions: a convolution of one window is a linear layer."""
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maskfx.passes.canonicalize.convolutions import canonicalize_convolutions
-from tests.passes.tools import Inputs, check_values, numbers, run_pass, shared, tokens
+from tests.passes.tools import Inputs, check_values, numbers, run_pass, shared, timed, tokens
 
 
 def patches(seed: int = 0, wide: bool = False) -> Inputs:
@@ -39,6 +40,32 @@ class Other(nn.Module):
         out = out.mean(2, True) + self.grouped(rows.view(-1, 4, 2))
         out = self.padded(out.expand(-1, -1, 3)).sum(2) + hidden_states.flatten(0, 1)
         return out.unflatten(0, hidden_states.shape[:2])
+
+
+class Styled(nn.Module):
+    """The samples are groups of one input, with weights that the timestep scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(numbers(6, 4, 3, 3, seed=3))
+        self.down = nn.Parameter(numbers(4, 3, 2, 2, seed=4))
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        b, c, h, w = sample.shape
+        weight = self.weight * timestep.view(-1, 1, 1, 1, 1).sin()
+        weight = weight * weight.square().sum((2, 3, 4), keepdim=True).add(1).rsqrt()
+        x = F.conv2d(sample.tanh().view(1, -1, h, w), weight.flatten(0, 1), padding=1, groups=b)
+        bias = timestep.cos()[:, None].expand(b, 4).flatten()
+        down = self.down * timestep.view(-1, 1, 1, 1, 1).cos()
+        x = F.conv2d(x, down.flatten(0, 1), bias, stride=2, groups=2 * b).view(b, c, h // 2, -1)
+        return sample * F.interpolate(x, (h, w))
+
+
+def test_spells_groups_of_samples_as_products() -> None:
+    run = run_pass(canonicalize_convolutions, shared(Styled), timed)
+    assert (run.rewrites, run.gained("matmul"), run.after["conv2d"]) == (2, 2, 0)
+    assert run.second_run_is_idle()
+    check_values(shared(Styled), timed, oracle=False)
 
 
 def test_spells_windows_as_large_as_the_input_as_linear_layers() -> None:

@@ -62,6 +62,15 @@ def soft(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.tanh((q @ k.mT).softmax(-2)) @ v
 
 
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (20 * torch.tanh(q @ k.mT / 20)).softmax(-1) @ v
+
+
+def hardly_capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores whose exponentials may be too large."""
+    return (200 * torch.tanh(q @ k.mT / 200)).softmax(-1) @ v
+
+
 class Attends(nn.Module):
     """Tokens in two heads, attended to in one way."""
 
@@ -86,8 +95,9 @@ STEPS: dict[Attend, list[str]] = {
     shared_steps: ["silu"],
     normalised: ["relu", "relu", "relu"],
     batched: ["mul 0.3, tanh"],
+    capped: ["div 20.0, tanh, mul 20.0, exp"],
 }
-KEPT = (mixed, by_key, over_sites, soft)
+KEPT = (mixed, by_key, over_sites, soft, hardly_capped)
 
 
 def run_of(attend: Attend) -> Run:

@@ -51,6 +51,20 @@ class InTurn(nn.Module):
         return x * gate + x.mean([1, 3]).mean(1)[:, None, None, None]
 
 
+class Parts(nn.Module):
+    """Means of parts of the picture that don't meet between two sites."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        means = F.adaptive_avg_pool2d(sample.tanh(), (3, 5)).flatten(2)
+        return sample.sin() * means.amax(-1)[..., None, None]
+
+
+def test_rewrites_pools_to_a_few_parts() -> None:
+    run = run_pass(canonicalize_pools, shared(Parts), picture)
+    assert (run.rewrites, run.gained("matmul"), run.after["adaptive_avg_pool2d"]) == (1, 1, 0)
+    check_values(shared(Parts), picture, oracle=False)
+
+
 def test_joins_means_and_sums_in_turn() -> None:
     run = run_pass(canonicalize_pools, shared(InTurn), picture)
     assert (run.rewrites, run.after["mean"], run.after["sum"]) == (3, 2, 1)

@@ -19,6 +19,17 @@ class Repeats(nn.Module):
         return sample + finer * few.sin().repeat_interleave(2, 1)
 
 
+class Tiled(nn.Module):
+    """A table of each window, in a row for all samples."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        b, c, h, w = sample.shape
+        x = sample.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 3, 5, 1).reshape(-1, 4, c)
+        table = torch.arange(h // 2 * (w // 2) * 4).view(-1, 4, 1).cos()
+        x = (x * table.repeat(b, 1, 1)).view(b, h // 2, w // 2, 2, 2, c)
+        return x.permute(0, 5, 1, 3, 2, 4).reshape(b, c, h, w)
+
+
 class InARow(nn.Module):
     """All places in a row, and repeats that a value counts."""
 
@@ -34,6 +45,12 @@ def test_spells_repeats_as_views() -> None:
     assert run.rewrites == run.before["repeat_interleave"] == run.gained("expand") == 3
     assert run.after["repeat_interleave"] == 0
     check_values(module, picture)
+
+
+def test_spells_repeats_in_a_row_as_views() -> None:
+    run = run_pass(canonicalize_repeats, shared(Tiled), picture)
+    assert (run.rewrites, run.after["repeat"], run.gained("expand")) == (1, 0, 1)
+    check_values(shared(Tiled), picture)
 
 
 def test_keeps_counted_repeats_and_those_in_a_row() -> None:

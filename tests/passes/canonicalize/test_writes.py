@@ -18,6 +18,17 @@ class Fills(nn.Module):
         return both.sin()[:, text:]
 
 
+class Chosen(nn.Module):
+    """The first and the last place of an axis written by their numbers, the others as a slice."""
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        batch, image, _ = hidden_states.shape
+        both = hidden_states.new_zeros(batch, image + 2, 8)
+        both[:, 0], both[:, -1] = encoder_hidden_states[:, 1], encoder_hidden_states[:, 2]
+        both[:, 1:-1] = hidden_states.tanh()
+        return both.sin()[:, 1:-1]
+
+
 class Parts(nn.Module):
     """Parts that don't make up the whole.
 
@@ -56,6 +67,15 @@ def test_spells_writes_as_a_concatenation() -> None:
     assert run.rewrites == 3
     assert run.after["slice_scatter"] == run.after["new_zeros"] == 0
     check_values(module, joint, text_first=True)
+
+
+def test_spells_writes_to_one_place_as_a_concatenation() -> None:
+    module = shared(Chosen)
+    run = run_pass(canonicalize_writes, module, joint)
+    assert run.before["select_scatter"] == 2
+    assert run.after["select_scatter"] == run.after["slice_scatter"] == 0
+    assert run.gained("cat") == 1
+    check_values(module, joint)
 
 
 @pytest.mark.parametrize("case", ["gap", "overlap", "stride", "type"])

@@ -8,8 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from maskfx.compiler.lower import lower
+from maskfx.compiler.rank_twins import split_program
+from maskfx.errors import CompileError
 from maskfx.passes.narrow.attention import narrow_attention
-from tests.passes.tools import Inputs, check_values, joint, picture, run_pass, shared, timed, tokens
+from tests.passes.tools import (
+    Inputs,
+    check_values,
+    denoiser_of,
+    joint,
+    picture,
+    run_pass,
+    shared,
+    timed,
+    tokens,
+)
 
 NAME = "scaled_dot_product_attention"
 
@@ -180,6 +193,18 @@ class Within(nn.Module):
         return sample + x.reshape(b, c, h, w)
 
 
+class OwnWindows(nn.Module):
+    """Each patch of 2 x 2 sites, of one picture after the other, has a mask of its own."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        b, c, h, w = sample.shape
+        x = sample.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 3, 5, 1).reshape(-1, 1, 4, c)
+        mask = torch.arange(h // 2 * (w // 2) * 16).view(-1, 1, 4, 4).sin()
+        x = F.scaled_dot_product_attention(x, x.tanh(), x, attn_mask=mask.repeat(b, 1, 1, 1))
+        x = x.view(b, h // 2, w // 2, 2, 2, c).permute(0, 1, 3, 2, 4, 5).reshape(b, h * w, c)
+        return sample + x.transpose(1, 2).unflatten(2, (h, w))
+
+
 class Lines(nn.Module):
     """Sites attend along the rows of the picture, then along its columns."""
 
@@ -189,6 +214,48 @@ class Lines(nn.Module):
         y = x.transpose(1, 2).unflatten(-1, (2, 2)).transpose(2, 3)
         y = F.scaled_dot_product_attention(y, y.sin(), y).transpose(2, 3).flatten(3)
         return (x + y.transpose(1, 2)).permute(0, 3, 1, 2)
+
+
+class Biased(nn.Module):
+    """Sites attend along rows with a bias for each head, and along columns with a mask of all."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        x = sample.permute(0, 2, 3, 1)
+        y = x.unflatten(-1, (2, 2)).transpose(2, 3)
+        across, down = torch.arange(x.shape[2]), torch.arange(x.shape[1])
+        bias = (across[:, None] - across[None]).abs() * torch.tensor([0.1, -0.3])[:, None, None]
+        y = F.scaled_dot_product_attention(y.tanh(), y, y, attn_mask=bias)
+        x = (x + y.transpose(2, 3).flatten(3)).transpose(1, 2)
+        x = F.scaled_dot_product_attention(x, x.sin(), x, attn_mask=down[:, None] >= down)
+        return x.permute(0, 3, 2, 1)
+
+
+class OwnMasks(nn.Module):
+    """Each row of the picture has a mask of its own."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        x, (h, w) = sample.permute(0, 2, 3, 1), sample.shape[2:]
+        bias = torch.arange(h).view(-1, 1, 1) * torch.arange(w).view(-1, 1) * torch.arange(w) / 99
+        return F.scaled_dot_product_attention(x, x, x.tanh(), attn_mask=bias).permute(0, 3, 1, 2)
+
+
+def test_sites_attend_along_lines_with_a_mask() -> None:
+    run = run_pass(narrow_attention, shared(Biased), picture)
+    assert run.rewrites == run.before[NAME] == run.gained("attend") == 2
+    check_values(shared(Biased), picture, oracle=False)
+    program = denoiser_of(shared(Biased), picture).compilations[0].program
+    assert program is not None
+    found = split_program(program, keys_by_rank=False)
+    assert isinstance(found, str)  # why it isn't split over ranks
+    assert "along lines of the picture, with a mask" in found
+    with pytest.raises(CompileError, match="attention along lines with a mask isn't exported"):
+        lower(program)
+
+
+def test_keeps_masks_of_each_line() -> None:
+    run = run_pass(narrow_attention, shared(OwnMasks), picture)
+    assert "a mask for each line" in run.ctx.dense[NAME]
+    check_values(shared(OwnMasks), picture, dense=1, oracle=False)
 
 
 def test_sites_attend_along_lines() -> None:
@@ -207,6 +274,12 @@ def test_rows_attend_to_their_own_features() -> None:
     run = run_pass(narrow_attention, shared(Within), picture)
     assert run.rewrites == run.before[NAME] == run.after[NAME] == 1
     check_values(shared(Within), picture, oracle=False)
+
+
+def test_rows_attend_to_their_own_features_with_masks_of_their_own() -> None:
+    run = run_pass(narrow_attention, shared(OwnWindows), picture)
+    assert run.rewrites == run.before[NAME] == run.after[NAME] == 1
+    check_values(shared(OwnWindows), picture, oracle=False)
 
 
 def test_second_run_rewrites_nothing() -> None:

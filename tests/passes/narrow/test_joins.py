@@ -33,6 +33,39 @@ class Tokens(nn.Module):
         return first * both[:, text : text + image]
 
 
+class Registers(nn.Module):
+    """A class token and registers before the picture, taken out again one by one and in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(numbers(1, 4, 8, seed=5))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        batch, many, _ = hidden_states.shape
+        own = self.own.expand(batch, -1, -1)
+        both = torch.cat([own[:, :1], own[:, 1:], hidden_states.sigmoid()], 1).tanh()
+        rest, registers = both[:, 2:], both[:, 1:4]
+        heads = both.unflatten(2, (2, 4)).transpose(1, 2)  # the tokens aren't the second axis
+        gate = (both[:, 0] + rest[:, 0] + heads[:, :, 3].flatten(1)).unsqueeze(1)
+        first, last = both.split([4, many], 1)
+        both[:, 0] = first[:, 1]
+        mixed = gate + registers.mean(1, keepdim=True) + first[:, 3:] + both[:, -many - 4, None]
+        return mixed * last + rest[:, 2:]
+
+
+class Places(nn.Module):
+    """Tokens of the picture by their number, beside a register."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(numbers(1, 1, 8, seed=5))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        own = self.own.expand(hidden_states.shape[0], -1, -1)
+        both = torch.cat([own, hidden_states.sigmoid()], 1)
+        return both[:, 1:] + both[:, :1] * (both[:, 3] + both[:, -1])[:, None]
+
+
 class Features(nn.Module):
     """Joined, stacked, cut and padded along channels."""
 
@@ -83,6 +116,21 @@ def test_joins_and_cuts_features() -> None:
     for name in ("cat", "stack", "unbind"):
         assert run.after[name] == run.before[name]
     check_values(module, timed)
+
+
+def test_cuts_out_a_fixed_number_of_tokens() -> None:
+    module = shared(Registers)
+    run = run_pass(narrow_joins, module, tokens)
+    assert run.ctx.dense == {}
+    assert run.after["select"] == 1  # of a part that was cut out already
+    check_values(module, tokens)
+
+
+def test_keeps_tokens_of_the_picture_that_are_selected() -> None:
+    module = shared(Places)
+    run = run_pass(narrow_joins, module, tokens)
+    assert sorted(run.ctx.dense) == ["select", "select_1"]
+    check_values(module, tokens, dense=2, oracle=False)  # the twin runs it on rows
 
 
 def test_writes_parts() -> None:

@@ -50,6 +50,16 @@ class Channels(nn.Module):
         return torch.softmax(sample, 1) + torch.cumsum(sample, 1) + products * sums
 
 
+class Routed(nn.Module):
+    """Two of five weights of each token are kept, and one number is added to a feature."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        best, places = hidden_states[..., :5].softmax(-1).topk(2, -1)
+        kept = torch.zeros_like(hidden_states).scatter(-1, places, best)
+        more = hidden_states.scatter_add(2, places[..., :1] + 1, best[..., 1:])
+        return more.sin() * kept.scatter(-1, places[..., :1], 0.5)
+
+
 class Times(nn.Module):
     """Norms of the time embedding."""
 
@@ -94,6 +104,13 @@ def test_batch_norm_is_a_product_and_a_sum() -> None:
 def test_softmax_along_channels() -> None:
     assert run_pass(narrow_norms, shared(Channels), picture).rewrites == 4
     check_values(shared(Channels), picture, oracle=False)  # the twin knows no cumsum
+
+
+def test_writes_to_features_that_values_number() -> None:
+    run = run_pass(narrow_norms, shared(Routed), tokens)
+    assert run.before["scatter"] + run.before["scatter_add"] == 3
+    assert run.rewrites == 4  # the softmax, too
+    check_values(shared(Routed), tokens, oracle=False)  # the twin knows no scatter
 
 
 def test_keeps_norms_without_sites() -> None:

@@ -212,6 +212,26 @@ def test_multiplies_matrices_of_each_row() -> None:
     check_values(WindowProducts(), picture, oracle=False)  # the twin knows no windows
 
 
+class Experts(nn.Module):
+    """All experts, each with a matrix of its own, of which each token weighs the results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = (nn.Parameter(torch.randn(3, 8, 8)) for _ in range(2))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        share = hidden_states[..., :3].softmax(-1)
+        each = torch.einsum("bnc,ecd->bned", hidden_states, self.up).tanh()
+        return (torch.einsum("bned,edc->bnec", each, self.down) * share[..., None]).sum(2)
+
+
+def test_rows_are_multiplied_by_several_matrices() -> None:
+    run = run_pass(narrow_reductions, shared(Experts), tokens)
+    assert run.ctx.dense == {}
+    check_values(shared(Experts), tokens, oracle=False)
+
+
 def test_keeps_reductions_without_sites() -> None:
     module = shared(Times)
     run = run_pass(narrow_reductions, module, timed)
