@@ -19,6 +19,10 @@ from maskfx.ir.adapter_sources import OwnWeights as OwnWeights
 from maskfx.ir.adapter_sources import RankGroups as RankGroups
 from maskfx.ir.adapter_sources import Up as Up
 from maskfx.ir.adapter_sources import Updated as Updated
+from maskfx.ir.export_sources import Calls as Calls
+from maskfx.ir.export_sources import CallSpans as CallSpans
+from maskfx.ir.export_sources import Requests as Requests
+from maskfx.ir.export_sources import RestOwner as RestOwner
 from maskfx.ir.head_sources import ByHead as ByHead
 from maskfx.ir.head_sources import HeadRest as HeadRest
 from maskfx.ir.head_sources import HeadRestSpans as HeadRestSpans
@@ -205,29 +209,7 @@ class LinePairs:
         return *self.queries.segments, *self.keys.segments
 
 
-# Inputs of exported graphs, in place of spans and ragged masks, which operators of maskfx read.
-
-
-@dataclass(frozen=True)
-class Requests:
-    """(requests,): the numbers of the requests, from 0."""
-
-
-@dataclass(frozen=True)
-class CallSpans:
-    """(requests, 2): start and stop of the requests that belong to the same call as this one."""
-
-
-@dataclass(frozen=True)
-class Calls:
-    """(requests,): the number of the call that each request is a batch element of, from 0."""
-
-
-@dataclass(frozen=True)
-class RestOwner:
-    """For each cached row of the rest of `segments`, the index of its request."""
-
-    segments: tuple[str, ...]
+# An input of exported graphs, in place of ragged masks, which operators of maskfx read.
 
 
 @dataclass(frozen=True)
@@ -243,9 +225,6 @@ class PairTable:
     keys: tuple[str, ...]
     heads: int
     dtype: torch.dtype
-
-
-# Inputs of twins for members with adapters. A layer is named by the weight of the program's graph.
 
 
 # Inputs of a graph whose rows are split over ranks. A rank has a part of some requests' rows, and

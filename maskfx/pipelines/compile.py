@@ -229,8 +229,7 @@ def compile_pipeline(
             are based; no other denoiser is planned then. By default each denoiser's costs are
             measured at its first edit, and kept in the directory of programs, if there is one.
         adapters: The LoRA files that calls may name (`lora=`). By default calls name files by path.
-        patch_bytes: Bytes of the rows that requests keep from step to step (`Quality.patches`). A
-            request that doesn't fit beside the others runs in full.
+        patch_bytes: Bytes of rows kept between steps (`Quality.patches`); those beyond run in full.
         remember: Bytes of the outputs of encoders (of texts and pictures) to keep, so that calls
             with the same text or picture encode it once; 0 keeps none.
 

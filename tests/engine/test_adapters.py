@@ -193,7 +193,9 @@ def test_adapters_that_all_members_share_are_in_the_weights_meanwhile(
     assert distance(*wanted) > 1e-3
     after = pipe.unet.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    assert denoiser.in_place.costs.fell_back >= 1  # again where the second misses a step of a busy machine
+    assert (
+        denoiser.in_place.costs.fell_back
+    )  # twice if the second misses a step when cores are busy
     assert not adapters.counts().failures
 
 
