@@ -245,7 +245,7 @@ def test_sites_attend_along_lines_with_a_mask() -> None:
     check_values(shared(Biased), picture, oracle=False)
     program = denoiser_of(shared(Biased), picture).compilations[0].program
     assert program is not None
-    found = split_program(program, keys_by_rank=False)
+    found = split_program(program)
     assert isinstance(found, str)  # why it isn't split over ranks
     assert "along lines of the picture, with a mask" in found
     with pytest.raises(CompileError, match="attention along lines with a mask isn't exported"):
