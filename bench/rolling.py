@@ -34,8 +34,8 @@ from maskfx.ir.sources import Loaded, Rest, Source
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
-from maskfx.runtime.cache.rolling import RollingCache, write_rows
-from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, write_rows
+from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.cache.rows import Rows
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.sites.active import ActiveSites

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from maskfx.pipelines.state import Template as Template
     from maskfx.runtime.cache.loader import Loader as Loader
     from maskfx.runtime.cache.movers import DeviceMover as DeviceMover
-    from maskfx.runtime.cache.remote_store import RemoteStore as RemoteStore
     from maskfx.runtime.cache.step_cache import StepCache as StepCache
-    from maskfx.runtime.cache.store import Store as Store
+    from maskfx.runtime.cache.stores.remote_store import RemoteStore as RemoteStore
+    from maskfx.runtime.cache.stores.store import Store as Store
     from maskfx.runtime.cache.tiers import Tiers as Tiers
     from maskfx.runtime.denoiser import CompiledDenoiser as CompiledDenoiser
     from maskfx.runtime.editing import editing as editing
@@ -102,11 +102,11 @@ HOMES = {
     "PatchReuse": "maskfx.runtime.reuse.patches",
     "Quality": "maskfx.pipelines.quality",
     "RecordStep": "maskfx.runtime.steps",
-    "RemoteStore": "maskfx.runtime.cache.remote_store",
+    "RemoteStore": "maskfx.runtime.cache.stores.remote_store",
     "ReusePolicy": "maskfx.runtime.reuse.policy",
     "SignatureError": "maskfx.errors",
     "StepCache": "maskfx.runtime.cache.step_cache",
-    "Store": "maskfx.runtime.cache.store",
+    "Store": "maskfx.runtime.cache.stores.store",
     "Template": "maskfx.pipelines.state",
     "Templates": "maskfx.runtime.templates.templates",
     "Tiers": "maskfx.runtime.cache.tiers",

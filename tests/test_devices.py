@@ -32,7 +32,7 @@ from maskfx.runtime.cache.movers import DeviceMover
 from maskfx.runtime.cache.quantize import Encoding, Format
 from maskfx.runtime.cache.rows import tensors_of
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.execution.replays import has_known_sizes
 from maskfx.runtime.planner.step_planner import StepPlanner

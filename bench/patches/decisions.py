@@ -29,8 +29,8 @@ from bench.report import columns, milliseconds
 from bench.rolling import Side, program_of, sites_of, steps_of
 from maskfx.ops.kernels.serves import SWITCH
 from maskfx.runtime.batch.layout import Layout
-from maskfx.runtime.cache.patch_changes import PatchChanges, boundary_taps
-from maskfx.runtime.cache.rolling import write_rows
+from maskfx.runtime.cache.rolling.patch_changes import PatchChanges, boundary_taps
+from maskfx.runtime.cache.rolling.rolling_cache import write_rows
 from maskfx.runtime.reuse.judges import PatchFeatures, TableJudge, Threshold
 from maskfx.runtime.reuse.patch_choice import PatchChoice, StretchState, choose_patches
 from maskfx.runtime.reuse.patches import PatchDecision, PatchReuse, PatchState, decide_together

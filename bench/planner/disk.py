@@ -48,8 +48,8 @@ from bench.harness import ROOT, alternate, figure, header, ratio, write_json
 from bench.report import columns
 from bench.shapes import Shape
 from maskfx import CompiledDenoiser, EditStep, Templates
-from maskfx.runtime.cache.filesystem import Disk
-from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.stores.filesystem import Disk
+from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.step_planner import StepPlanner

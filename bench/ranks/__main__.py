@@ -31,8 +31,8 @@ from bench.ranks.shapes import SHAPES, shape_of
 from bench.report import columns
 from bench.shapes import Shape
 from maskfx import DenseStep, EditStep
-from maskfx.distributed.links import LinkCosts
-from maskfx.distributed.measured_steps import WHOLE
+from maskfx.distributed.division.links import LinkCosts
+from maskfx.distributed.division.measured_steps import WHOLE
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.ir.head_sources import AttentionWay
 from maskfx.ir.program import Program

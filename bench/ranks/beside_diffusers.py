@@ -33,7 +33,7 @@ from bench.ranks.shapes import shape_of
 from bench.report import columns
 from bench.shapes import Shape
 from maskfx import DenseStep
-from maskfx.distributed.partition import Partition
+from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.ir.head_sources import AttentionWay
 

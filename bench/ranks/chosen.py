@@ -34,10 +34,10 @@ from bench.ranks.shapes import shape_of
 from bench.report import columns
 from bench.shapes import Shape
 from maskfx import EditStep
-from maskfx.distributed.partition import Partition
+from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
-from maskfx.runtime.cache.rolling import RollingCache
-from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
+from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.sites.patches import PatchGrid
 from maskfx.runtime.sites.stretch_choice import Choose

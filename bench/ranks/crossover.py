@@ -32,9 +32,9 @@ from bench.ranks.shapes import SHAPES, shape_of
 from bench.report import columns
 from bench.shapes import Shape, Size, unet_inputs
 from maskfx import DenseStep, EditStep
-from maskfx.distributed.partition import Partition
+from maskfx.distributed.division.partition import Partition
+from maskfx.distributed.division.step_costs import sent_bytes, step_seconds
 from maskfx.distributed.rank_group import RankGroup
-from maskfx.distributed.step_costs import sent_bytes, step_seconds
 from maskfx.shipped import FOLDER
 
 SIDES = "8,16,24,32,48"

@@ -22,10 +22,10 @@ import torch
 
 from bench.harness import ROOT, alternate, figure, header, ratio, write_json
 from bench.report import columns
-from maskfx.distributed.connect import connect
-from maskfx.distributed.messages import World
-from maskfx.distributed.process_group import Link
-from maskfx.distributed.ring_link import RINGS, SharedMemory
+from maskfx.distributed.exchanges.connect import connect
+from maskfx.distributed.exchanges.process_group import Link
+from maskfx.distributed.exchanges.ring_link import RINGS, SharedMemory
+from maskfx.distributed.exchanges.world import World
 
 SIZES = 64, 1 << 14, 1 << 18, 1 << 22, 1 << 24  # bytes
 RANKS, SECONDS = 2, 60.0

@@ -30,9 +30,9 @@ from bench.ranks.shapes import SHAPES, shape_of
 from bench.report import columns
 from bench.shapes import Shape
 from maskfx import DenseStep, EditStep
-from maskfx.distributed.partition import Partition
+from maskfx.distributed.division.partition import Partition
+from maskfx.distributed.division.step_costs import Exchanges
 from maskfx.distributed.rank_group import RankGroup
-from maskfx.distributed.step_costs import Exchanges
 from maskfx.ir.head_sources import WAYS, AttentionWay
 from maskfx.runtime.batch.member import Member
 

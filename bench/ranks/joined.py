@@ -28,9 +28,9 @@ from bench.report import columns
 from bench.shapes import Shape
 from maskfx import DenseStep, EditStep
 from maskfx.compiler.rank_twins import SplitProgram, split_program
-from maskfx.distributed.partition import Partition
+from maskfx.distributed.division.partition import Partition
+from maskfx.distributed.exchanges.ring_link import RINGS
 from maskfx.distributed.rank_group import RankGroup
-from maskfx.distributed.ring_link import RINGS
 
 SIDES = {"apart": False, "joined": True}
 HALVES = Partition(((1.0, 1.0),))

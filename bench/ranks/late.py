@@ -32,8 +32,8 @@ from bench.harness import ROOT, header, write_json
 from bench.quality.edits import draw_edit
 from bench.quality.metrics import ssim, window_of
 from bench.report import columns
+from maskfx.distributed.division.links import LinkCosts
 from maskfx.distributed.heartbeat import Waits
-from maskfx.distributed.links import LinkCosts
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.pipelines.call_defaults import call_of
 from maskfx.pipelines.compile import pipeline_state_of

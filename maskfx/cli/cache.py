@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 from maskfx.errors import InputError
-from maskfx.runtime.cache.entry_store import EntryStore
-from maskfx.runtime.cache.objects import is_url
-from maskfx.runtime.cache.remote_store import RemoteStore
 from maskfx.runtime.cache.serialize import read_labels
-from maskfx.runtime.cache.store import Report, Store
-from maskfx.runtime.cache.store_entry import StoreEntry
+from maskfx.runtime.cache.stores.entry_store import EntryStore
+from maskfx.runtime.cache.stores.objects import is_url
+from maskfx.runtime.cache.stores.remote_store import RemoteStore
+from maskfx.runtime.cache.stores.store import Report, Store
+from maskfx.runtime.cache.stores.store_entry import StoreEntry
 
 
 def ls(directory: str) -> int:

@@ -1,4 +1,4 @@
 """Splits the step of a batch over ranks: processes that each compute a part of its rows, on CPUs.
 
-May import: runtime, compiler, ops, ir, config, errors. Begin with `partition.py`.
+May import: runtime, compiler, ops, ir, config, errors. Begin with `division/partition.py`.
 """

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import count
 from weakref import WeakKeyDictionary
 
-from maskfx.distributed.late_group import LateMember
+from maskfx.distributed.division.partition import Partition
+from maskfx.distributed.exchanges.late_group import LateMember
 from maskfx.distributed.messages import PartResult
-from maskfx.distributed.partition import Partition
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.steps import AnyStep, LateExchange, SplitRun, late_exchange
 

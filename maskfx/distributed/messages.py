@@ -4,32 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maskfx.distributed.late_group import LateMember
-from maskfx.distributed.partition import Partition
+from maskfx.distributed.division.partition import Partition
+from maskfx.distributed.exchanges.late_group import LateMember
 from maskfx.distributed.rank_step import RankPart
 from maskfx.ir.head_sources import AttentionWay
-from maskfx.runtime.cache.shared_block import RollingContents, RollingState
+from maskfx.runtime.cache.rolling.shared_block import RollingContents, RollingState
 from maskfx.runtime.execution.twins import Changed
 from maskfx.runtime.steps import AnyStep
-
-
-@dataclass(frozen=True)
-class World:
-    """The group that all ranks join.
-
-    Args:
-        store: A file through which torch.distributed's ranks find each other.
-        rank: The number of this rank.
-        ranks: The number of all.
-        backend: "rings" in shared memory, or "gloo" of torch.distributed.
-        seconds: The time that joining or an exchange may take.
-    """
-
-    store: str
-    rank: int
-    ranks: int
-    backend: str
-    seconds: float
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,10 @@ from typing import Any
 
 import torch.multiprocessing  # noqa: F401  registers how weights are shared
 
+from maskfx.distributed.division.links import LinkCosts
+from maskfx.distributed.division.measure import slowest
+from maskfx.distributed.exchanges.ring_link import RINGS, SharedMemory, rings_serve
+from maskfx.distributed.exchanges.world import World
 from maskfx.distributed.heartbeat import (
     LOOK,
     STOPPED,
@@ -30,12 +34,9 @@ from maskfx.distributed.heartbeat import (
     hung,
     process_state,
 )
-from maskfx.distributed.links import LinkCosts
-from maskfx.distributed.measure import slowest
-from maskfx.distributed.messages import PartRequest, RankRequest, SentRolling, World
+from maskfx.distributed.messages import PartRequest, RankRequest, SentRolling
 from maskfx.distributed.restarts import Restarts
-from maskfx.distributed.ring_link import RINGS, SharedMemory, rings_serve
-from maskfx.runtime.cache.shared_block import SharedBuffers
+from maskfx.runtime.cache.rolling.shared_block import SharedBuffers
 from maskfx.runtime.lora.sent import HeldAdapters
 from maskfx.runtime.processes.child_process import ChildProcess
 from maskfx.runtime.steps import EditStep, sent_layers

@@ -17,23 +17,23 @@ from typing import Any
 
 from maskfx.compiler.rank_twins import SplitProgram
 from maskfx.distributed.batch import RankBatch
-from maskfx.distributed.division import Divider
+from maskfx.distributed.divider import Divider
+from maskfx.distributed.division.links import LinkCosts
+from maskfx.distributed.division.partition import Partition
+from maskfx.distributed.exchanges.ring_link import RINGS
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.late_runs import Division, LateRuns, Members, cut_evenly
-from maskfx.distributed.links import LinkCosts
 from maskfx.distributed.messages import PartRequest, PartResult, RankRequest, WholeRequest
-from maskfx.distributed.partition import Partition
 from maskfx.distributed.processes import RankFailure, RankProcesses
 from maskfx.distributed.rank_pool import Lease, NoRanks, RankPool
 from maskfx.distributed.rank_step import RankPrograms, joined
 from maskfx.distributed.restarts import Restarts
-from maskfx.distributed.ring_link import RINGS
 from maskfx.errors import InputError
 from maskfx.ir.head_sources import AttentionWay
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
-from maskfx.runtime.cache.rolling import RollingCache
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.hardware.cpu_threads import computing_with
 from maskfx.runtime.step_executor import compute_steps

@@ -25,8 +25,8 @@ from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.messages import SentRolling, Unneeded
 from maskfx.distributed.processes import RankFailure, RankProcess, RankProcesses
 from maskfx.distributed.restarts import Restarts
-from maskfx.runtime.cache.rolling import RollingCache, RowBlock
-from maskfx.runtime.cache.shared_block import RollingContents, RollingState, SharedBlock
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, RowBlock
+from maskfx.runtime.cache.rolling.shared_block import RollingContents, RollingState, SharedBlock
 from maskfx.runtime.cache.step_cache import StepCache, changed
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates

@@ -19,26 +19,26 @@ import torch
 
 from maskfx.compiler.capture.roles import Roles
 from maskfx.config import Settings
-from maskfx.distributed.connect import connect
+from maskfx.distributed.division.links import LinkCosts
+from maskfx.distributed.division.measure import measure_links
+from maskfx.distributed.exchanges.connect import connect
+from maskfx.distributed.exchanges.late_group import HeldRows, LateGroup
+from maskfx.distributed.exchanges.process_group import Link, ProcessGroup
+from maskfx.distributed.exchanges.ring_link import RINGS
+from maskfx.distributed.exchanges.world import World
 from maskfx.distributed.heartbeat import HeartbeatWriter
-from maskfx.distributed.late_group import HeldRows, LateGroup
-from maskfx.distributed.links import LinkCosts
-from maskfx.distributed.measure import measure_links
 from maskfx.distributed.messages import (
     PartRequest,
     PartResult,
     RankRequest,
     SentRolling,
     WholeRequest,
-    World,
 )
-from maskfx.distributed.process_group import Link, ProcessGroup
 from maskfx.distributed.rank_step import RankPrograms
-from maskfx.distributed.ring_link import RINGS
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.layout import Layout
-from maskfx.runtime.cache.rolling import RollingCache, RowBlock
-from maskfx.runtime.cache.shared_block import MappedBuffers, SharedBuffers
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, RowBlock
+from maskfx.runtime.cache.rolling.shared_block import MappedBuffers, SharedBuffers
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.hardware.freed_memory import keep_freed_memory

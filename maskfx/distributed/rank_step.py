@@ -12,9 +12,9 @@ from maskfx import ops
 from maskfx.compiler.fuse import fused
 from maskfx.compiler.rank_twins import SplitProgram, split_program
 from maskfx.config import Settings
-from maskfx.distributed.late_group import ExchangeOrigins
-from maskfx.distributed.layout import RankLayout
-from maskfx.distributed.partition import Partition
+from maskfx.distributed.division.layout import RankLayout
+from maskfx.distributed.division.partition import Partition
+from maskfx.distributed.exchanges.late_group import ExchangeOrigins
 from maskfx.ir.head_sources import AttentionWay
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program

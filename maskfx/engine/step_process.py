@@ -23,7 +23,7 @@ from maskfx.engine.helper_processes import HelperProcess
 from maskfx.engine.served_denoiser import Dropped, ServedDenoiser
 from maskfx.ir.late import LateTensor, wait_for
 from maskfx.runtime.batch.output_rows import whole_result
-from maskfx.runtime.cache.rolling import RollingCache
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Layers, WeightedLayers

@@ -49,7 +49,7 @@ from maskfx.pipelines.templates.template_library import (
     TemplateLibrary,
 )
 from maskfx.runtime.cache.loader import Loader
-from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.hardware.devices import CPU, free_memory

@@ -25,7 +25,7 @@ from maskfx.pipelines.runs.run import Execute, Shapes
 from maskfx.pipelines.templates.template_key import PipelineFingerprint
 from maskfx.pipelines.templates.template_library import TemplateLibrary
 from maskfx.pipelines.waiting import Wait, wait_uninterrupted
-from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.registry import Adapters, default_adapters
 from maskfx.runtime.reuse.patch_calls import PatchCounts

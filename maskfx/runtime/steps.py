@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.compile import Compilation
 from maskfx.ir.grids import mask_shape
 from maskfx.ir.program import Program
-from maskfx.runtime.cache.rolling import RollingCache
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.lora.layers import AdapterSet

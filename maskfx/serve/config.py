@@ -29,7 +29,7 @@ from pydantic import (
 )
 
 from maskfx.errors import InputError
-from maskfx.runtime.cache.objects import is_url
+from maskfx.runtime.cache.stores.objects import is_url
 
 
 class Limits(BaseModel):

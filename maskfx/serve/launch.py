@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from maskfx.errors import InputError
-from maskfx.runtime.cache.bounded_calls import open_remote
+from maskfx.runtime.cache.stores.bounded_calls import open_remote
 from maskfx.serve.config import ServeSettings, is_loopback
 from maskfx.serve.logs import configure_logs
 from maskfx.serve.rank_settings import unsupported

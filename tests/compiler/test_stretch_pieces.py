@@ -15,7 +15,7 @@ from maskfx.ir.lanes import is_image, padded
 from maskfx.ir.program import Program
 from maskfx.runtime.backends.eager import Runner
 from maskfx.runtime.backends.pieces import PieceRunner
-from maskfx.runtime.cache.patch_changes import boundary_taps
+from maskfx.runtime.cache.rolling.patch_changes import boundary_taps
 from tests.passes.test_cut_stretches import Hourglass, Layers, layer_inputs
 from tests.passes.tools import picture
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from maskfx.distributed.process_group import NotedTransfer, ProcessGroup
+from maskfx.distributed.exchanges.process_group import NotedTransfer, ProcessGroup
 from tests.distributed import tiny
 
 VARIABLE = "MASKFX_TEST_HANG"  # a file with the place and the number of the rank that hangs, once

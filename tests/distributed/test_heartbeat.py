@@ -11,6 +11,7 @@ import pytest
 
 import maskfx
 from maskfx import CompiledDenoiser
+from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.heartbeat import (
     LOOK,
     USED,
@@ -20,7 +21,6 @@ from maskfx.distributed.heartbeat import (
     hung,
     process_state,
 )
-from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
 from tests.distributed import tiny
 from tests.distributed.hanging import VARIABLE, HangingTiny

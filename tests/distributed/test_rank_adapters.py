@@ -12,8 +12,8 @@ from torch import nn
 
 import maskfx
 from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep
+from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.messages import Unneeded, WholeRequest
-from maskfx.distributed.partition import Partition
 from maskfx.distributed.processes import RankProcess
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.distributed.rank_process import RankState

@@ -15,11 +15,11 @@ import pytest
 import maskfx
 from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep
 from maskfx.distributed import processes
+from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.heartbeat import Waits
-from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.errors import InputError
-from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.steps import LateExchange, SplitRun
 from tests.distributed import tiny
 from tests.distributed.test_ranks import BOUND, cache_error, error, shares

@@ -9,7 +9,7 @@ import pytest
 import maskfx
 from maskfx import DenseStep, EditStep, RecordStep
 from maskfx.runtime.steps import SplitRun
-from tests.distributed.test_late_group import late
+from tests.distributed.exchanges.test_late_group import late
 from tests.distributed.test_ranks import BOUND, cache_error, error, shares
 from tests.factories.masks import MASKS
 from tests.factories.own_cases import OWN

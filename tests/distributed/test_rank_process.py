@@ -7,9 +7,9 @@ from typing import Any, cast
 
 from maskfx import DenseStep, EditStep
 from maskfx.distributed.batch import RankBatch
+from maskfx.distributed.division.partition import Partition
+from maskfx.distributed.exchanges.process_group import unnoted
 from maskfx.distributed.messages import PartRequest
-from maskfx.distributed.partition import Partition
-from maskfx.distributed.process_group import unnoted
 from maskfx.distributed.rank_process import RankState
 from maskfx.distributed.rank_step import RankPrograms, joined
 from maskfx.runtime.steps import AnyStep

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep
+from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.heartbeat import Waits
-from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.ir.head_sources import AttentionWay
-from maskfx.runtime.cache.rolling import RollingCache
-from maskfx.runtime.cache.rolling_pool import RollingPool
-from maskfx.runtime.cache.shared_block import SharedBlock
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
+from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
+from maskfx.runtime.cache.rolling.shared_block import SharedBlock
 from maskfx.runtime.processes import memory_files
 from tests.distributed.test_ranks import BOUND, cache_error, error, shares
 from tests.factories import masks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep, StepCache, ops
-from maskfx.distributed.partition import Partition
+from maskfx.distributed.division.partition import Partition
 from maskfx.ir.head_sources import WAYS, AttentionWay
 from tests.distributed import tiny
 from tests.factories.masks import MASKS

@@ -10,7 +10,7 @@ from typing import Any
 import maskfx
 from maskfx.pipelines.compile import read_ahead
 from maskfx.pipelines.templates.template_library import TemplateLibrary
-from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from tests.factories.pipelines import PIPES, anew, call_of, latents, picture, square
 

@@ -18,7 +18,7 @@ from maskfx.export.host.stored import HEADER, decode_step
 from maskfx.runtime.cache.quantize import Encoding, Format
 from maskfx.runtime.cache.rows import RowSubset, pick
 from maskfx.runtime.cache.serialize import SCHEMA, decode, encode
-from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.sites.masks import Masks, Reach
 from tests.export.hosted import array
 from tests.factories.step_caches import a_step, key

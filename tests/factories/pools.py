@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from maskfx.runtime.cache.read_inputs import ReadInputs
-from maskfx.runtime.cache.rolling import group_of
-from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.cache.rolling.read_inputs import ReadInputs
+from maskfx.runtime.cache.rolling.rolling_cache import group_of
+from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 
 
 def poison(pool: RollingPool) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 
 from obstore.store import MemoryStore
 
-from maskfx.runtime.cache.bounded_calls import RemoteAccess
-from maskfx.runtime.cache.objects import ObjectInfo, Objects
-from maskfx.runtime.cache.remote_store import RemoteStore
+from maskfx.runtime.cache.stores.bounded_calls import RemoteAccess
+from maskfx.runtime.cache.stores.objects import ObjectInfo, Objects
+from maskfx.runtime.cache.stores.remote_store import RemoteStore
 
 URL = "memory:///test"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from maskfx.ir.program import Tap
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache, keep_rows
-from maskfx.runtime.cache.store_entry import EntryKey
+from maskfx.runtime.cache.stores.store_entry import EntryKey
 from maskfx.runtime.sites.masks import Masks
 
 

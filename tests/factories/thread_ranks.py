@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from maskfx.config import Settings
-from maskfx.distributed.late_group import HeldRows, LateGroup
+from maskfx.distributed.division.layout import RankLayout
+from maskfx.distributed.division.partition import Partition
+from maskfx.distributed.exchanges.late_group import HeldRows, LateGroup
 from maskfx.distributed.late_runs import LateRuns
-from maskfx.distributed.layout import RankLayout
 from maskfx.distributed.messages import PartResult
-from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_step import RankPart, RankPrograms, joined
 from maskfx.ir.head_sources import AttentionWay
 from maskfx.ir.program import Program

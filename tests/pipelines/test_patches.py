@@ -16,7 +16,7 @@ from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.observed_runs import Everything
 from maskfx.pipelines.quality import Quality
-from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.reuse.judges import Bools, PatchFeatures, Threshold
 from maskfx.runtime.reuse.patches import PatchReuse
 from tests.factories.pipelines import (

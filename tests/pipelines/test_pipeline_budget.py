@@ -17,7 +17,7 @@ from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.templates.template_library import TemplateLibrary
 from maskfx.runtime.cache.quantize import Encoding, Format
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.cache.tiers import Tiers
 from tests.factories.pipelines import PIPES, anew, call_of, distance, latents, square

@@ -15,8 +15,8 @@ import maskfx.runtime.validation.validate
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.cache.computed_rows import computed_taps
-from maskfx.runtime.cache.read_speed import ReadSpeed
 from maskfx.runtime.cache.step_cache import has_unread
+from maskfx.runtime.cache.stores.read_speed import ReadSpeed
 from maskfx.runtime.planner.blocks import find_blocks
 from maskfx.runtime.planner.calibration import one_batch
 from maskfx.runtime.planner.costs import Costs

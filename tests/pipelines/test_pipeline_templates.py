@@ -16,7 +16,7 @@ from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.schedules.schedule import Schedule
 from maskfx.pipelines.templates.batches import repeats_each
 from maskfx.pipelines.templates.template_library import TemplateLibrary
-from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
 from tests.factories.pipelines import (

@@ -16,7 +16,7 @@ import maskfx
 from maskfx.errors import InputError, MaskError
 from maskfx.pipelines.masks.masks import grown
 from maskfx.pipelines.templates.template_library import TemplateLibrary
-from maskfx.runtime.cache.store import SUFFIX, Store
+from maskfx.runtime.cache.stores.store import SUFFIX, Store
 from maskfx.runtime.cache.tiers import Tiers
 from tests.factories.pipelines import (
     PIPES,

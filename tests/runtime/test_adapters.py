@@ -16,7 +16,7 @@ import maskfx
 from maskfx import CacheError, CompiledDenoiser, DenseStep, EditStep, InputError, RecordStep
 from maskfx.compiler.low_rank_twins import make_twin, originals
 from maskfx.runtime.backends import inductor
-from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.cache.serialize import decode, encode
 from maskfx.runtime.execution import twins
 from maskfx.runtime.lora.adapter import LowRank, Updates, WeightedLayers

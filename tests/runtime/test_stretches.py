@@ -18,7 +18,7 @@ from maskfx.errors import CacheError, InputError, MaskError
 from maskfx.ir.sources import Halo, Loaded, Rest
 from maskfx.runtime.batch.flops import row_flops
 from maskfx.runtime.cache.loader import Loader
-from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.planner.blocks import FLOPS, find_blocks
 from maskfx.runtime.planner.calibration import one_batch

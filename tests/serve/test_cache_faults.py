@@ -20,8 +20,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from maskfx.runtime.cache.serialize import read_labels
-from maskfx.runtime.cache.store import Store
-from maskfx.runtime.cache.store_entry import HEADER, StoreEntry, header_of, payload_prefix
+from maskfx.runtime.cache.stores.store import Store
+from maskfx.runtime.cache.stores.store_entry import HEADER, StoreEntry, header_of, payload_prefix
 from maskfx.serve.request import Pixels
 from tests.factories.served import build, picture, square
 from tests.serve.launched import Served, served

@@ -23,7 +23,7 @@ from maskfx.pipelines.masks.masks import Box
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.templates.batches import mask_shape_of, picture_of
 from maskfx.pipelines.templates.template_library import TemplateIncomplete
-from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.reuse.judges import AUTO, FILE
 from maskfx.runtime.reuse.patch_calls import ObservedCall, PatchCounts
 from maskfx.runtime.reuse.patch_session import PatchSession

@@ -19,7 +19,7 @@ from maskfx.pipelines.templates.recording_attempts import RecordingAttempts, tri
 from maskfx.pipelines.waiting import Wait, wait_for_lock, wait_uninterrupted
 from maskfx.runtime.cache.serialize import SCHEMA
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.cache.store_entry import EntryKey
+from maskfx.runtime.cache.stores.store_entry import EntryKey
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.load_choice import is_for_stores

@@ -25,7 +25,7 @@ from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.recorded import by_norm, rest_stats
 from maskfx.runtime.batch.row_addresses import STATS, AddressBook, RowAddresses
 from maskfx.runtime.cache.loader import StagedRows
-from maskfx.runtime.cache.rolling import StatsKey
+from maskfx.runtime.cache.rolling.rolling_cache import StatsKey
 
 Value = tuple[str, int, int]  # where an argument is from: its origin, its index, the member
 

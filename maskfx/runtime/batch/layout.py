@@ -36,7 +36,7 @@ from maskfx.ir.sources import (
     Weights,
 )
 from maskfx.runtime.batch.lines import lines_table
-from maskfx.runtime.cache.places import RowPlaces
+from maskfx.runtime.cache.rolling.places import RowPlaces
 from maskfx.runtime.sites.active import ActiveSites
 
 PLACES = 4  # members and places of their rows in buffers for which tables are kept

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from maskfx.runtime.cache.rolling import RollingCache
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.hardware.devices import CPU
 from maskfx.runtime.lora.stacks import NamedSet

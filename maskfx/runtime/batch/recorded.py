@@ -18,8 +18,10 @@ from maskfx.ops import wide
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.rows import index_rows
-from maskfx.runtime.cache.places import Picks
 from maskfx.runtime.cache.quantize import Packed
+from maskfx.runtime.cache.rolling.places import Picks
+from maskfx.runtime.cache.rolling.set_rows import RowsAhead
+from maskfx.runtime.cache.rolling.shared_rows import SharedRows, shared_rows
 from maskfx.runtime.cache.rows import (
     InterpolatedRows,
     Rows,
@@ -28,8 +30,6 @@ from maskfx.runtime.cache.rows import (
     in_memory,
     pick,
 )
-from maskfx.runtime.cache.set_rows import RowsAhead
-from maskfx.runtime.cache.shared_rows import SharedRows, shared_rows
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.hardware.devices import moved, read_here
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.ir.program import Interface
-from maskfx.runtime.cache.rolling import RollingCache, StatsKey
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, StatsKey
 from maskfx.runtime.cache.rows import Rows, RowSubset
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.hardware.devices import current_stream, read_here

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from maskfx.runtime.cache.quantize import Packed
-from maskfx.runtime.cache.read_speed import ReadSpeed
 from maskfx.runtime.cache.rows import InterpolatedRows, Rows, RowSubset, StoredRows, as_they_are
 from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.cache.stores.read_speed import ReadSpeed
 
 
 @dataclass(eq=False)

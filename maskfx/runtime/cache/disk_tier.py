@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Sequence
 from threading import Lock
 
 from maskfx.errors import CacheError
-from maskfx.runtime.cache.entry_store import EntryStore
 from maskfx.runtime.cache.serialize import decode, encode
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.cache.store_entry import EntryKey
 from maskfx.runtime.cache.stored_steps import decode_parts
+from maskfx.runtime.cache.stores.entry_store import EntryStore
+from maskfx.runtime.cache.stores.store_entry import EntryKey
 
 
 class DiskTier:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from maskfx.errors import CacheError
 from maskfx.runtime.cache.quantize import Format, Packed, pack, select
-from maskfx.runtime.cache.read_speed import ReadSpeed
+from maskfx.runtime.cache.stores.read_speed import ReadSpeed
 from maskfx.runtime.hardware.devices import CPU, Tables, moved, read_here
 
 

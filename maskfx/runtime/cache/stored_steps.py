@@ -15,9 +15,7 @@ from torch import Tensor
 
 from maskfx.errors import CacheError
 from maskfx.ir.json_values import Document
-from maskfx.runtime.cache.entry_parts import EntryParts
 from maskfx.runtime.cache.quantize import Packed
-from maskfx.runtime.cache.read_speed import ReadSpeed
 from maskfx.runtime.cache.rows import RowSubset, StoredRows
 from maskfx.runtime.cache.serialize import (
     CHECK,
@@ -29,6 +27,8 @@ from maskfx.runtime.cache.serialize import (
     sum_of_bytes,
 )
 from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.cache.stores.entry_parts import EntryParts
+from maskfx.runtime.cache.stores.read_speed import ReadSpeed
 
 BEGINNING = 1 << 16  # bytes that are read first
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.cache.store_entry import EntryKey
+from maskfx.runtime.cache.stores.store_entry import EntryKey
 
 
 class Tier(Enum):

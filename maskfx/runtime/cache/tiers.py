@@ -19,11 +19,11 @@ from threading import Condition, RLock
 
 from maskfx.errors import InputError
 from maskfx.runtime.cache.disk_tier import DiskTier
-from maskfx.runtime.cache.entry_store import EntryStore
 from maskfx.runtime.cache.movers import HostMover, Mover
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding
 from maskfx.runtime.cache.step_cache import StepCache, Then, has_unread, is_found
-from maskfx.runtime.cache.store_entry import EntryKey
+from maskfx.runtime.cache.stores.entry_store import EntryStore
+from maskfx.runtime.cache.stores.store_entry import EntryKey
 from maskfx.runtime.cache.tier_entry import FoundStep, Tier, TierCounters, TierEntry
 
 

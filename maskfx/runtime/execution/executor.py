@@ -20,7 +20,7 @@ from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member, in_batches
 from maskfx.runtime.cache.loader import Loader
-from maskfx.runtime.cache.rolling import write_rows
+from maskfx.runtime.cache.rolling.rolling_cache import write_rows
 from maskfx.runtime.execution.dense_fallback import recorded_output
 from maskfx.runtime.execution.derived_weights import DerivedWeights
 from maskfx.runtime.execution.graph_runs import GraphBatch, GraphRuns

@@ -24,8 +24,8 @@ from maskfx.runtime.backends.graph_function import Fetch, Run
 from maskfx.runtime.backends.pieces import PieceRunner
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
-from maskfx.runtime.cache.read_inputs import InputChanges, relative
-from maskfx.runtime.cache.rolling import RollingCache
+from maskfx.runtime.cache.rolling.read_inputs import InputChanges, relative
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.sites.stretch_choice import choose_together
 from maskfx.runtime.sites.stretch_sites import StretchSites
 

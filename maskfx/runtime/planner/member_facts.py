@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from maskfx.runtime.batch.member import Member
-from maskfx.runtime.cache.read_speed import ReadSpeed
 from maskfx.runtime.cache.rows import StoredValue, device_of, stored_parts
+from maskfx.runtime.cache.stores.read_speed import ReadSpeed
 
 
 def facts_of(member: Member) -> tuple[object, ...]:

@@ -17,8 +17,8 @@ from maskfx.errors import InputError
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.member import Member
-from maskfx.runtime.cache.read_speed import ReadSpeed
 from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.cache.stores.read_speed import ReadSpeed
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.planner.blocks import GraphBlock, find_blocks
 from maskfx.runtime.planner.calibration import one_batch

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from maskfx.ir.grids import Floats
-from maskfx.runtime.cache.rolling import RollingCache
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.reuse.judges import Bools
 from maskfx.runtime.reuse.kept_outputs import KeptOutputs
 from maskfx.runtime.reuse.patch_choice import PatchChoice

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 
 from maskfx.errors import CacheError
 from maskfx.ir.program import STRETCH
-from maskfx.runtime.cache.rolling import RollingCache
-from maskfx.runtime.cache.rolling_pool import RollingPool
-from maskfx.runtime.cache.rolling_rest import replace_rest
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
+from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
+from maskfx.runtime.cache.rolling.rolling_rest import replace_rest
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.hardware.devices import moved

@@ -16,7 +16,7 @@ from maskfx.ir.program import KEYS, Program
 from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.cache.serialize import SCHEMA
 from maskfx.runtime.cache.step_cache import StepCache, read_rows
-from maskfx.runtime.cache.store_entry import EntryKey
+from maskfx.runtime.cache.stores.store_entry import EntryKey
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.sites.masks import Masks, Reach, find_reach

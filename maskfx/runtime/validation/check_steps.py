@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from maskfx.config import Settings
 from maskfx.errors import InputError, MissingRequest
-from maskfx.runtime.cache.rolling import RollingCache
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
 
 

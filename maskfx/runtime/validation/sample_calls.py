@@ -20,7 +20,7 @@ from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.compile import Compilation
 from maskfx.ir.objects import copy_tree
 from maskfx.ir.values import has_meta, same_values
-from maskfx.runtime.cache.rolling import RollingCache
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.cache.rows import whole
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache
 from maskfx.runtime.programs.program_cache import ProgramCache

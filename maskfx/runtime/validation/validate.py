@@ -14,7 +14,7 @@ from maskfx.compiler.capture.roles import STEP_WORDS
 from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
 from maskfx.ir.program import KEYS, STRETCH, Interface
 from maskfx.ir.sources import Loaded
-from maskfx.runtime.cache.rolling import RollingCache
+from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.steps import EditStep, ValidatedCall, ValidatedInputs

@@ -18,7 +18,7 @@ import numpy as np
 import structlog
 import xxhash
 
-from maskfx.runtime.cache.small_files import files_of
+from maskfx.runtime.cache.stores.small_files import files_of
 from maskfx.serve.errors import ApiError, no_template
 from maskfx.serve.request import Pixels, TemplateInfo
 

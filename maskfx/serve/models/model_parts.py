@@ -18,11 +18,11 @@ from maskfx.ops.cache_folder import kept_folder
 from maskfx.pipelines.adapters.lora_files import LoraTarget
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.quality import Quality
-from maskfx.runtime.cache.entry_store import EntryStore
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.movers import DeviceMover, HostMover
-from maskfx.runtime.cache.remote_store import RemoteStore
-from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.stores.entry_store import EntryStore
+from maskfx.runtime.cache.stores.remote_store import RemoteStore
+from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.hardware.devices import CPU, free_memory

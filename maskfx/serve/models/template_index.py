@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from maskfx.runtime.cache.small_files import files_of
-from maskfx.runtime.cache.store_entry import EntryKey
+from maskfx.runtime.cache.stores.small_files import files_of
+from maskfx.runtime.cache.stores.store_entry import EntryKey
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.cache.tiers import Tiers
 

@@ -11,7 +11,7 @@ import os
 import secrets
 from pathlib import Path
 
-from maskfx.runtime.cache.bounded_calls import open_remote
+from maskfx.runtime.cache.stores.bounded_calls import open_remote
 
 NAME = "directory-id"
 LETTERS = 64  # that are read

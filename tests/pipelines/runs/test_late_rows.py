@@ -11,7 +11,7 @@ from torch import Tensor
 
 import maskfx
 import tests.factories.more_pipelines  # noqa: F401 - adds pipelines
-from maskfx.distributed.partition import Partition
+from maskfx.distributed.division.partition import Partition
 from maskfx.pipelines.compile import KEPT, pipeline_state_of
 from maskfx.pipelines.runs.execute import execute
 from maskfx.runtime.denoiser import CompiledDenoiser

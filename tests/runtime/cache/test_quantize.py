@@ -21,7 +21,7 @@ from maskfx.runtime.cache.quantize import Encoding, Format, Packed, pack
 from maskfx.runtime.cache.rows import Rows, pick, tensors_of, whole
 from maskfx.runtime.cache.serialize import relative_error
 from maskfx.runtime.cache.step_cache import StepCache, with_tensors
-from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.cache.tiers import Tiers
 from tests.factories.masks import MASKS

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from maskfx.errors import InputError
-from maskfx.runtime.cache.filesystem import Disk
 from maskfx.runtime.cache.movers import DeviceMover
 from maskfx.runtime.cache.quantize import Encoding, Format
 from maskfx.runtime.cache.rows import tensors_of
 from maskfx.runtime.cache.step_cache import StepCache, with_tensors
-from maskfx.runtime.cache.store import Store
-from maskfx.runtime.cache.store_entry import EntryKey
+from maskfx.runtime.cache.stores.filesystem import Disk
+from maskfx.runtime.cache.stores.store import Store
+from maskfx.runtime.cache.stores.store_entry import EntryKey
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.cache.tiers import Tiers
 from tests.factories.step_caches import a_step, key, same

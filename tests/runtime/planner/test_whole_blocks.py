@@ -12,7 +12,7 @@ import maskfx
 from maskfx.errors import InputError
 from maskfx.runtime.cache.computed_rows import ComputedCache, computed_taps
 from maskfx.runtime.cache.quantize import Encoding, Format
-from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.planner.calibration import calibrate, one_batch, trial_batches
 from maskfx.runtime.planner.choices import INPUT, KEYS, WHOLE, choices_of_member

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import InputError
-from maskfx.runtime.cache.read_inputs import InputChanges
-from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.cache.rolling.read_inputs import InputChanges
+from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.planner.step_planner import StepPlanner
 from maskfx.runtime.reuse.judges import Bools, PatchFeatures, TableJudge, Threshold, judge_together
 from maskfx.runtime.reuse.patch_choice import PatchChoice, StretchState, choose_patches

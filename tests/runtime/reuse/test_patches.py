@@ -14,7 +14,7 @@ from torch import Tensor
 
 import maskfx
 from maskfx.errors import InputError
-from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.reuse.judges import Bools, PatchFeatures, TableJudge, Threshold, cascade
 from maskfx.runtime.reuse.kept_outputs import KeptOutputs
 from maskfx.runtime.reuse.patch_session import PatchSession

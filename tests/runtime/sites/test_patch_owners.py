@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskfx.runtime.cache.patch_changes import ChangeSums, PatchChanges
+from maskfx.runtime.cache.rolling.patch_changes import ChangeSums, PatchChanges
 from maskfx.runtime.sites.patches import PatchGrid
 
 

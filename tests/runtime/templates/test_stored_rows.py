@@ -12,14 +12,14 @@ import torch
 import maskfx
 from maskfx import EditStep, Loader, StepCache, Templates
 from maskfx.errors import CacheError
-from maskfx.runtime.cache import read_speed
-from maskfx.runtime.cache.filesystem import Disk
-from maskfx.runtime.cache.read_speed import ReadSpeed
 from maskfx.runtime.cache.rows import RowSubset, StoredRows, in_memory, stored_parts, whole
 from maskfx.runtime.cache.serialize import CHECK, StepReader, decode, encode
 from maskfx.runtime.cache.step_cache import has_unread
-from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.stored_steps import decode_parts
+from maskfx.runtime.cache.stores import read_speed
+from maskfx.runtime.cache.stores.filesystem import Disk
+from maskfx.runtime.cache.stores.read_speed import ReadSpeed
+from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.planner.blocks import find_blocks
 from maskfx.runtime.planner.calibration import one_batch

@@ -14,7 +14,7 @@ from maskfx.errors import CacheError, InputError, MaskError
 from maskfx.runtime.cache.rows import Rows, whole
 from maskfx.runtime.cache.serialize import encode
 from maskfx.runtime.cache.step_cache import SiteStats
-from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.sites.masks import Reach, find_reach

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.cache.rows import whole
 from tests.passes.tools import TOLERANCE, error, numbers
 

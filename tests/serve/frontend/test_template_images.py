@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from maskfx.runtime.cache.bounded_calls import RemoteAccess
-from maskfx.runtime.cache.small_files import UNFINISHED
+from maskfx.runtime.cache.stores.bounded_calls import RemoteAccess
+from maskfx.runtime.cache.stores.small_files import UNFINISHED
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.template_images import ENDING, FOLDER, StoredImage, TemplateImages
 from tests.factories.remote import FaultyObjects
@@ -152,7 +152,7 @@ def test_an_object_store_has_it_for_the_next_server(tmp_path: Path) -> None:
 def test_an_object_store_that_fails_leaves_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     objects = FaultyObjects()
     access = RemoteAccess.of(objects, pause=0.0)
-    monkeypatch.setattr("maskfx.runtime.cache.small_files.open_remote", lambda _: access)
+    monkeypatch.setattr("maskfx.runtime.cache.stores.small_files.open_remote", lambda _: access)
     images = TemplateImages("memory:///x")
     images.write(images.keep("kept", PICTURE, 1))
     objects.faults.failing.add("*")

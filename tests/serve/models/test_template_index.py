@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from maskfx.runtime.cache.bounded_calls import RemoteAccess
-from maskfx.runtime.cache.remote_store import RemoteStore
-from maskfx.runtime.cache.store import Store
-from maskfx.runtime.cache.store_entry import EntryKey
+from maskfx.runtime.cache.stores.bounded_calls import RemoteAccess
+from maskfx.runtime.cache.stores.remote_store import RemoteStore
+from maskfx.runtime.cache.stores.store import Store
+from maskfx.runtime.cache.stores.store_entry import EntryKey
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.serve.models.template_index import FOLDER, Recordings
 from tests.factories.remote import FaultyObjects
@@ -134,7 +134,7 @@ def test_an_object_store_has_the_index_too(tmp_path: Path) -> None:
 def test_an_object_store_that_fails_leaves_a_life_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     objects = FaultyObjects()
     access = RemoteAccess.of(objects)
-    monkeypatch.setattr("maskfx.runtime.cache.small_files.open_remote", lambda _: access)
+    monkeypatch.setattr("maskfx.runtime.cache.stores.small_files.open_remote", lambda _: access)
     objects.faults.failing.add("*")
     tiers = Tiers(RemoteStore("memory:///x", access=access), host_bytes=1 << 30)
     recordings = Recordings(tiers, "memory:///x")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from maskfx.runtime.cache.bounded_calls import RemoteAccess
+from maskfx.runtime.cache.stores.bounded_calls import RemoteAccess
 from maskfx.serve.workers.directory_id import NAME, directory_id
 from tests.factories.remote import FaultyObjects
 

@@ -1,0 +1,149 @@
+"""Divider: chooses how a batch is divided over ranks, by predicted and by measured seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from maskfx.compiler.rank_twins import SplitProgram
+from maskfx.distributed.division.attention_ways import attention_seconds
+from maskfx.distributed.division.links import LinkCosts, shared_texts
+from maskfx.distributed.division.measured_steps import WHOLE, MeasuredSteps
+from maskfx.distributed.division.partition import Partition, divisions
+from maskfx.distributed.division.step_costs import Exchanges, exchanges_of, step_seconds
+from maskfx.distributed.division.work import RankWork
+from maskfx.distributed.rank_step import RankPrograms
+from maskfx.ir.head_sources import WAYS, AttentionWay
+from maskfx.ir.program import Program
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.member import Member
+
+Ways = dict[int, tuple[Partition, float]]
+
+
+class Divider:
+    """Knows the work of members, the exchanges of programs, and what steps took.
+
+    Args:
+        programs: The split programs.
+    """
+
+    def __init__(self, programs: RankPrograms) -> None:
+        self.work, self.measured = RankWork(), MeasuredSteps()
+        self._programs = programs
+        # by the code of a program
+        self._exchanges: dict[tuple[str, AttentionWay], Exchanges] = {}
+
+    def exchanges(
+        self, program: Program, member: Member, way: AttentionWay = "gathered"
+    ) -> Exchanges:
+        key = program.code, way
+        if key not in self._exchanges:
+            widths = self.work.widths(program, member)
+            self._exchanges[key] = exchanges_of(self._splits(program)[way], widths)
+        return self._exchanges[key]
+
+    def exchange_counts(self, program: Program) -> dict[AttentionWay, int]:
+        """Return the number of exchanges of a step by the way in which ranks attend."""
+        return {way: len(split.exchanges) for way, split in self._splits(program).items()}
+
+    def ways(
+        self, program: Program, members: Sequence[Member], ranks: int, costs: LinkCosts
+    ) -> Ways:
+        """Return, by degree, the shares of a batch's members and the predicted seconds."""
+        work = [self.work.of(program, member) for member in members]
+        splits = self._splits(program)
+        sending = [
+            self.exchanges(program, members[0], way) for way in splits if way != "keys by rank"
+        ]
+        found: Ways = {}
+        flop = self.work.flop(costs.flop)
+        for shares in divisions([one.total for one in work], ranks):
+            texts = shared_texts(splits["gathered"], members, work, shares, costs, flop)
+            way = replace(shares, texts=texts)
+            seconds = min(
+                step_seconds(exchanges, members, work, way, costs, flop) for exchanges in sending
+            )
+            found.setdefault(degree_of(way), (way, seconds))
+        return found
+
+    def predicted(
+        self, program: Program, members: Sequence[Member], ranks: int, costs: LinkCosts
+    ) -> Partition:
+        """Return the shares for which the predicted step is the quickest."""
+        ways = self.ways(program, members, ranks, costs).values()
+        return min(ways, key=lambda way: way[1])[0]
+
+    def chosen(
+        self, program: Program, members: Sequence[Member], ranks: int, costs: LinkCosts
+    ) -> Partition:
+        """Return the shares for which the step is the quickest, as far as steps were measured."""
+        ways = self.ways(program, members, ranks, costs)
+        seconds = {degree: predicted for degree, (_, predicted) in ways.items()}
+        kind, flops = self._kind(program, members, ranks)
+        return ways[self.measured.best(kind, flops, seconds)][0]
+
+    def attention(
+        self,
+        program: Program,
+        frame: Frame,
+        members: Sequence[Member],
+        partition: Partition,
+        costs: LinkCosts,
+    ) -> dict[AttentionWay, float]:
+        """Return the predicted seconds of a batch by the way in which its ranks attend."""
+        splits = self._splits(program)
+        if not any(partition.cut):
+            return {"gathered": 0.0}
+        work = [self.work.of(program, member) for member in members]
+        exchanges: dict[AttentionWay, Exchanges] = {
+            way: self.exchanges(program, members[0], way) for way in splits if way != "keys by rank"
+        }
+        flop = self.work.flop(costs.flop)
+        return attention_seconds(splits, exchanges, frame, members, work, partition, costs, flop)
+
+    def note(
+        self,
+        program: Program,
+        members: Sequence[Member],
+        partition: Partition,
+        seconds: Sequence[float],
+        waited: bool,
+    ) -> None:
+        """Note the seconds that each rank took; 0 for a rank without a share.
+
+        Args:
+            program: The program.
+            members: The members of the batch.
+            partition: The ranks' shares of them.
+            seconds: What each rank took.
+            waited: Whether the ranks waited for each other in all exchanges.
+        """
+        work = [self.work.of(program, member) for member in members]
+        self.work.note(work, partition, seconds)
+        if waited:
+            kind, flops = self._kind(program, members, partition.ranks)
+            self.measured.note(kind, flops, degree_of(partition), max(seconds))
+
+    def _kind(
+        self, program: Program, members: Sequence[Member], ranks: int
+    ) -> tuple[Hashable, float]:
+        flops = sum(self.work.of(program, member).total for member in members)
+        return (program.code, len(members), ranks), flops
+
+    def _splits(self, program: Program) -> dict[AttentionWay, SplitProgram]:
+        """Return the split programs of the ways that differ from gathered keys, and of these."""
+        found: dict[AttentionWay, SplitProgram] = {}
+        for way in WAYS:
+            split = self._programs.split(program, way)
+            if isinstance(split, SplitProgram) and (way == "gathered" or split.attends(way)):
+                found[way] = split
+        assert "gathered" in found, self._programs.refusal(program)
+        return found
+
+
+def degree_of(partition: Partition) -> int:
+    """Return the number of ranks with a share, or `WHOLE` if no member is cut."""
+    if not any(partition.cut):
+        return WHOLE
+    return sum(any(own[rank] for own in partition.shares) for rank in range(partition.ranks))

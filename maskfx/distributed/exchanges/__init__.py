@@ -1,0 +1,4 @@
+"""Exchanges between ranks: over shared memory or gloo, waited for or a step late.
+
+May import: distributed/division, runtime, compiler, ops, ir. Begin with `process_group.py`.
+"""

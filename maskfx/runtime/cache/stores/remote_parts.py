@@ -1,0 +1,104 @@
+"""Payloads of entries of an object store, read whole or in parts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from maskfx.errors import CacheError
+from maskfx.runtime.cache.stores.bounded_calls import BoundedCalls, Unavailable
+from maskfx.runtime.cache.stores.objects import PIECE
+from maskfx.runtime.cache.stores.read_speed import ReadSpeed
+from maskfx.runtime.cache.stores.remote_entries import (
+    PARALLEL,
+    EntryIndex,
+    RemoteEntries,
+    pieces_of,
+    rows_name,
+)
+from maskfx.runtime.cache.stores.store_entry import CorruptEntry
+
+
+def read_whole(
+    entries: RemoteEntries, reads: BoundedCalls, digest: bytes, length: int, hashed: bytes
+) -> bytearray | None:
+    """Read a payload; None if it is absent or has another length."""
+    if not reads.run(lambda: entries.has_payload(digest, length, hashed)):
+        return None
+    into = bytearray(length)
+    turns = 2 + pieces_of(length) // PARALLEL
+    return into if reads.run(lambda: entries.read(digest, hashed, into), turns) else None
+
+
+def open_parts(
+    entries: RemoteEntries,
+    reads: BoundedCalls,
+    digest: bytes,
+    speed: ReadSpeed,
+    damaged: Callable[[EntryIndex], None],
+) -> RemoteParts | None:
+    """Return the payload of an entry to be read in parts; None if it can't be read now."""
+    try:
+        index = reads.run(lambda: entries.index(digest))
+        if index is None:
+            return None
+        length, hashed = index.parsed(digest)
+    except (Unavailable, CorruptEntry):  # read whole, which counts it
+        return None
+    name = rows_name(digest, hashed)
+    return RemoteParts(entries, reads, name, length, speed, lambda: damaged(index))
+
+
+@dataclass(frozen=True)
+class RemoteParts:
+    """The payload of an entry of an object store.
+
+    Args:
+        entries: The entries.
+        reads: Limits the time of requests.
+        name: The object's name, which has the hash of the payload: it is never replaced.
+        nbytes: The bytes of the payload.
+        speed: Counts the reads.
+        remove: Removes the damaged entry.
+        clock: Returns the time in seconds.
+    """
+
+    entries: RemoteEntries
+    reads: BoundedCalls
+    name: str
+    nbytes: int
+    speed: ReadSpeed
+    remove: Callable[[], None]
+    clock: Callable[[], float] = time.perf_counter
+
+    def read(self, begin: int, end: int) -> bytearray:
+        began, why = self.clock(), "it was removed while an edit reads it"
+        turns = 2 + pieces_of(end - begin) // PARALLEL
+        found = None
+        try:
+            found = self.reads.run(lambda: self._read(begin, end), turns)
+        except Unavailable:
+            why = "the store doesn't answer"
+        if found is None:
+            raise CacheError(
+                f"{self.name}: rows of a recorded step can't be read: {why}; record its template "
+                "again"
+            )
+        self.speed.add(len(found), self.clock() - began)
+        return found
+
+    async def _read(self, begin: int, end: int) -> bytearray | None:
+        turn = asyncio.Semaphore(PARALLEL)
+
+        async def piece(start: int) -> memoryview | None:
+            async with turn:
+                return await self.entries.objects.read(self.name, start, min(start + PIECE, end))
+
+        pieces = await asyncio.gather(*map(piece, range(begin, end, PIECE)))
+        whole = b"".join(found for found in pieces if found is not None)
+        return bytearray(whole) if len(whole) == end - begin else None
+
+    def is_damaged(self) -> None:
+        self.remove()
