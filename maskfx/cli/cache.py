@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -24,14 +25,15 @@ def ls(directory: str) -> int:
         about = f"{age:9.0f} s  {_about(store, entry)}"
         print(f"{entry.digest.hex()[:16]}  {size(entry.nbytes):>9}  {about}")
     print(f"{len(entries)} entries, {size(sum(entry.nbytes for entry in entries))}")
-    return 0
+    return _status(store)
 
 
 def verify(directory: str) -> int:
     """Read every entry and remove damaged ones; return 1 if there were any."""
-    report = _store(directory).verify()
+    store = _store(directory)
+    report = store.verify()
     _tell(report)
-    return 1 if report.removed or report.unreadable else 0
+    return 1 if report.removed or report.unreadable else _status(store)
 
 
 def gc(directory: str, budget: int | None, ttl: float | None) -> int:
@@ -39,8 +41,9 @@ def gc(directory: str, budget: int | None, ttl: float | None) -> int:
     for name, value in (("--budget", budget), ("--ttl", ttl)):
         if value is not None and value < 0:
             raise InputError(f"{name} {value}: give 0 or more")
-    _tell(_store(directory).gc(budget, ttl))
-    return 0
+    store = _store(directory)
+    _tell(store.gc(budget, ttl))
+    return _status(store)
 
 
 def size(nbytes: int) -> str:
@@ -58,6 +61,14 @@ def _tell(report: Report) -> None:
     print(f"removed {report.removed}, {size(report.freed)}")
     if report.unreadable:
         print(f"neither readable nor removable: {report.unreadable}")
+
+
+def _status(store: EntryStore) -> int:
+    """Return 0, or 1 if an object store failed, so that not all of its entries were seen."""
+    if isinstance(store, RemoteStore) and (store.reads.failures or store.writes.failures):
+        print(f"{store.url}: some of its answers are absent, see above", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _about(store: EntryStore, entry: StoreEntry) -> str:

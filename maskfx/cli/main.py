@@ -39,7 +39,6 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Edits at the cost of the mask.",
 )
 cache = typer.Typer(no_args_is_help=True, help="A directory or URL of recorded steps.")
 app.add_typer(cache, name="cache")
@@ -94,6 +93,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(error)
         return error.exit_code  # type: ignore[attr-defined, no-any-return]
     return int(status or 0)
+
+
+def print_version(asked: bool) -> None:
+    if asked:
+        print(f"maskfx {maskfx.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Edits at the cost of the mask."""
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import maskfx
 from maskfx.cli import main as cli
 from maskfx.cli.remote import events
 from maskfx.serve.models.pipeline_model import PipelineModel
@@ -45,6 +46,11 @@ def test_what_needs_no_torch_starts_without_it(arguments: list[str]) -> None:
     spent = [(processor_time(code, *arguments), processor_time(LEAST)) for _ in range(4)]
     command, least = (min(times) for times in zip(*spent, strict=True))
     assert command < MOST * least
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"maskfx {maskfx.__version__}\n"
 
 
 def processor_time(code: str, *arguments: str) -> float:

@@ -40,6 +40,7 @@ def test_health_is_what_the_frontend_says(server: Served) -> None:
             for path, status in zip(("", "/live", "/ready"), statuses, strict=True):
                 response = client.get("/health" + path)
                 assert response.status_code == status, (shown, path)
+                assert client.head("/health" + path).status_code == status
                 if status == 503:
                     assert response.json()["error"]["code"] == code
                     assert int(response.headers["retry-after"]) >= 1

@@ -16,6 +16,7 @@ router = APIRouter()
 
 
 @router.get("/health")
+@router.head("/health", include_in_schema=False)
 async def health(context: AtDesk) -> Said:
     """Whether this server is of use: alive, and a worker is ready."""
     found = context.frontend.health()
@@ -25,6 +26,7 @@ async def health(context: AtDesk) -> Said:
 
 
 @router.get("/health/live")
+@router.head("/health/live", include_in_schema=False)
 async def live(context: AtDesk) -> Said:
     """Whether the process should be left alone: false once all workers were given up."""
     found = context.frontend.health()
@@ -34,6 +36,7 @@ async def live(context: AtDesk) -> Said:
 
 
 @router.get("/health/ready")
+@router.head("/health/ready", include_in_schema=False)
 async def ready(context: AtDesk) -> Said:
     """Whether a worker is ready and the server isn't being stopped."""
     found = context.frontend.health()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from maskfx.cli import cache as cache_commands
 from maskfx.cli import main as cli
 from maskfx.errors import CacheError, InputError
 from maskfx.runtime.cache.serialize import encode
@@ -443,3 +444,15 @@ def test_the_commands_take_a_url(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "2 entries" in capsys.readouterr().out
     assert cli.main(["cache", "gc", url, "--budget", "0"]) == 0
     assert not list((tmp_path / "store").rglob("*" + ROWS))
+
+
+def test_a_command_on_a_store_that_fails_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects = FaultyObjects()
+    for failing, status in ((set[str](), 0), ({"*"}, 1)):
+        objects.faults.failing = failing
+        monkeypatch.setattr(cache_commands, "_store", lambda _: remote(objects))
+        for command in ("ls", "verify", "gc"):
+            assert cli.main(["cache", command, objects.url]) == status, (command, failing)
+            assert ("answers are absent" in capsys.readouterr().err) == bool(status)
