@@ -203,7 +203,7 @@ class Pyramid:
             return padding[0] - self.segment_size(padding[1])
         if level is not None:
             return self.frames * prod(self.hints[level])
-        return fixed if fixed is not None else self.segments[segment]
+        return fixed if fixed is not None else self.segments[segment.split("@")[0]]
 
     def size_at(self, level: Level, base: tuple[int, int]) -> tuple[int, int]:
         """Return the size of a level of a picture of another size."""

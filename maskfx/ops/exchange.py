@@ -182,7 +182,7 @@ def _exchange_normed(
     """
     sent, received = counts.tolist()
     ranks = peers.tolist()
-    flat = rows.reshape(len(rows), -1)
+    flat = rows.flatten(1)
     incoming = [flat.new_empty(count, flat.shape[1]) for count in received]
     others: list[Tensor] = []
     if ranks:
