@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +28,13 @@ from maskfx.ir.values import same_values
 LARGEST = 64 << 20  # bytes of a result that is kept
 MOST = 256 << 20  # bytes of all results; further ones are computed in each step
 
+FIXED = (
+    *(int, float, complex, str, bytes, type(None), type),
+    *(FunctionType, BuiltinFunctionType, torch.dtype, torch.device),
+)
+# attributes of every module, for its parts, weights and hooks, and the `forward` of this file
+MACHINERY = frozenset({*vars(nn.Module()), "forward"}) - {"training"}
+
 Origins = Mapping[int, Sequence[Tensor]]  # the requests' tensors of an argument, by its id
 
 
@@ -37,12 +45,12 @@ class KeptResult:
     Args:
         value: The result.
         version: Its version: a module that writes into it makes it useless.
-        weights: State of the part's weights.
+        state: State of the part's weights and attributes.
     """
 
     value: Tensor
     version: int
-    weights: Hashable
+    state: Hashable
 
 
 class ConstantParts:
@@ -151,11 +159,13 @@ class ConstantParts:
         sources = origins.get(id(args[0])) if len(args) == 1 and not kwargs else None
         if sources is None or threading.get_ident() != thread or id(part) in self._refused:
             return forward(*args, **kwargs)
-        weights = state_of(part)
-        kept = [self._find(part, source, weights) for source in sources]
+        state = state_of(part) if fits(part) else None
+        if state is None:
+            return forward(*args)
+        kept = [self._find(part, source, state) for source in sources]
         if any(one is None for one in kept):
             result = forward(*args)
-            self._keep(part, args[0], sources, result, weights)
+            self._keep(part, args[0], sources, result, state)
             return result
         found = kept[0] if len(kept) == 1 else torch.cat([one for one in kept if one is not None])
         if id(part) not in self._proved:
@@ -166,9 +176,9 @@ class ConstantParts:
         self.reused += 1
         return found
 
-    def _find(self, part: nn.Module, source: Tensor, weights: Hashable) -> Tensor | None:
+    def _find(self, part: nn.Module, source: Tensor, state: Hashable) -> Tensor | None:
         known: KeptResult | None = self._kept[source].get((id(part), source._version))
-        if known is None or known.weights != weights:
+        if known is None or known.state != state:
             return None
         if known.value._version != known.version:
             self._refused.add(id(part))
@@ -181,7 +191,7 @@ class ConstantParts:
         argument: Tensor,
         sources: Sequence[Tensor],
         result: object,
-        weights: Hashable,
+        state: Hashable,
     ) -> None:
         total = argument.shape[0] if argument.dim() else 0
         if (
@@ -201,7 +211,7 @@ class ConstantParts:
         if self.nbytes + result.nbytes > MOST:
             return
         for source, own in zip(sources, parts, strict=True):
-            kept = KeptResult(own, own._version, weights)
+            kept = KeptResult(own, own._version, state)
             self._kept[source] = {
                 **{k: v for k, v in self._kept[source].items() if k[1] == source._version},
                 (id(part), source._version): kept,
@@ -218,7 +228,33 @@ def fits(part: nn.Module) -> bool:
     )
 
 
-def state_of(part: nn.Module) -> Hashable:
-    """Return what changes whenever a part's weights do."""
+def state_of(part: nn.Module) -> Hashable | None:
+    """Return what changes whenever a part's weights or attributes do; None if it isn't known.
+
+    Attributes count by value: numbers, texts, functions and containers of these. An object of any
+    other kind may change without notice.
+    """
     weights = [*part.parameters(), *part.buffers()]
-    return tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)
+    tensors = tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)
+    try:
+        return tensors, tuple(map(attributes_of, part.modules()))
+    except TypeError:
+        return None
+
+
+def attributes_of(layer: nn.Module) -> Hashable:
+    own = {name: value for name, value in vars(layer).items() if name not in MACHINERY}
+    return id(layer), fixed(own)
+
+
+def fixed(value: object) -> Hashable:
+    """Return a value that equals another one only if both are made alike; TypeError if unknown."""
+    if isinstance(value, Mapping):
+        return dict, *((key, fixed(one)) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), *map(fixed, value)
+    if isinstance(value, set | frozenset):
+        return set, frozenset(map(fixed, value))
+    if isinstance(value, FIXED):
+        return type(value), value
+    raise TypeError(f"{type(value).__name__} may change without notice")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -17,14 +18,20 @@ from tests.factories.lora import merged, update_of
 from tests.passes.tools import error
 
 
-class Counted(nn.Linear):
-    """A layer that counts its calls."""
+CALLS = Counter[int]()  # by layer; a count within the layer would be a state of it
 
-    calls = 0
+
+class Counted(nn.Linear):
+    """A layer whose calls are counted, with a factor that is no weight."""
+
+    def __init__(self, *given: int) -> None:
+        super().__init__(*given)
+        self.scaling = {"style": 1.0}
+        CALLS[id(self)] = 0
 
     def forward(self, value: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(value)
+        CALLS[id(self)] += 1
+        return super().forward(value) * self.scaling["style"]
 
 
 class Net(nn.Module):
@@ -43,7 +50,7 @@ class Net(nn.Module):
 
 
 def counts(net: Any) -> tuple[int, int]:
-    return net.embed[0].calls, net.into.calls
+    return CALLS[id(net.embed[0])], CALLS[id(net.into)]
 
 
 def call(seed: int, hint: Tensor) -> dict[str, Any]:
@@ -77,6 +84,23 @@ def test_what_belongs_to_the_request_is_computed_once_more_for_a_proof() -> None
     assert counts(net)[0] == before[0] + 1, "another request's"
     with torch.no_grad():
         assert torch.equal(found, net(**call(9, other_hint)))
+
+
+def test_changed_attributes_are_computed() -> None:
+    """Such as the weight of an adapter that PEFT put into a layer."""
+    net = Net().eval()
+    parts, hint = ConstantParts(net), torch.randn(1, 5, 3)
+    for number in range(8):
+        if number == 5:
+            net.embed[0].scaling["style"] = 3.0
+        given = call(number, hint)
+        with torch.no_grad():
+            wanted = net(**given)
+        assert torch.equal(run(parts, net, given), wanted)
+    assert parts.reused == 3
+    net.embed[0].inner = object()  # may change without notice
+    run(parts, net, call(9, hint))
+    assert parts.reused == 3
 
 
 def test_changed_weights_and_arguments_are_computed() -> None:
