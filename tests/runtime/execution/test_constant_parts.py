@@ -17,7 +17,6 @@ from maskfx.runtime.execution.constant_parts import ConstantParts
 from tests.factories.lora import merged, update_of
 from tests.passes.tools import error
 
-
 CALLS = Counter[int]()  # by layer; a count within the layer would be a state of it
 
 
