@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
@@ -19,8 +17,6 @@ from maskfx.errors import InputError
 
 if TYPE_CHECKING:
     from maskfx.serve.config import Effective
-
-PACKAGES = ("numpy", "safetensors", "xxhash", "diffusers", "transformers", "accelerate")
 
 # extras of pyproject.toml, and the packages that they install, as an import names them
 EXTRAS = {
@@ -35,11 +31,7 @@ EXTRAS = {
     "torch-tensorrt": ("torch_tensorrt",),
 }
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 cache = typer.Typer(no_args_is_help=True, help="A directory or URL of recorded steps.")
 app.add_typer(cache, name="cache")
 adapters = typer.Typer(no_args_is_help=True, help="LoRA files.")
@@ -384,18 +376,9 @@ def profile(
 @app.command()
 def env() -> None:
     """Print versions for bug reports."""
-    import torch
+    from maskfx.cli.environment import print_environment
 
-    print(f"maskfx {maskfx.__version__}")
-    print(f"python {platform.python_version()} on {platform.platform()}")
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    print(f"CUDA device: {cuda}")
-    for name in PACKAGES:
-        try:
-            print(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            print(f"{name}: not installed")
+    print_environment()
 
 
 @app.command()

@@ -325,6 +325,7 @@ def test_a_forecast_has_the_shape_of_its_own_call() -> None:
     assert 0 < distance(found, whole) < 0.2
 
 
+@pytest.mark.slow
 def test_fetched_rows_have_the_shape_of_their_own_call() -> None:
     """Guidance ends while the next step's rows are loaded."""
     loader = maskfx.Loader()

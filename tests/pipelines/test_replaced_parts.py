@@ -62,6 +62,7 @@ def test_weights_overwritten_through_data_are_used() -> None:
     assert distance(edit(pipe), edit(fresh(changed("unet")))) < 1e-5
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_template_of_weights_of_which_one_number_differs_does_not_serve() -> None:
     def change(pipe: Any) -> None:

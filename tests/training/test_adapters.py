@@ -134,6 +134,7 @@ def test_a_training_goes_on_from_what_ships(name: str, tmp_path: Path) -> None:
         resume_adapter(name, FOLDER, tmp_path)
 
 
+@pytest.mark.slow
 def test_edits_have_the_style_of_a_lora() -> None:
     """A glance at a few; `python -m training.adapter_edits` is the gate."""
     found = judge_styles(8, 8, 8, [])["found"]

@@ -49,7 +49,7 @@ def test_a_card_has_features_importance_and_scores_of_runs_that_were_held_out(na
     assert (FOLDER / name / FILE).stat().st_size < 10_000
 
 
-@each
+@pytest.mark.parametrize("name", ["dit", pytest.param("unet", marks=pytest.mark.slow)])
 def test_a_run_of_another_picture_scores_as_the_card_states(name: str) -> None:
     judge = judge_of(name)
     card = judge.card

@@ -61,7 +61,10 @@ def test_flux_without_reuse_is_the_dense_run(keep: str, blend: bool) -> None:
     assert torch.equal(got, flux_run(None, blend))
 
 
-@pytest.mark.parametrize("scheduler", ["DDIM", "HeunDiscrete", "PNDM"])
+@pytest.mark.parametrize(
+    "scheduler",
+    ["HeunDiscrete", *(pytest.param(n, marks=pytest.mark.slow) for n in ("DDIM", "PNDM"))],
+)
 def test_a_unet_without_reuse_is_the_dense_run(scheduler: str) -> None:
     session = unet_session(ReusePolicy("steps", refresh=1))
     assert torch.equal(unet_run(scheduler, session), unet_run(scheduler))

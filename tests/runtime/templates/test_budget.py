@@ -36,7 +36,7 @@ def drawn(name: str) -> tuple[Case, maskfx.CompiledDenoiser, Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("exactly", [True, False])
+@pytest.mark.parametrize("exactly", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_template_obeys_its_budget(name: str, exactly: bool) -> None:
     case, denoiser, mask = drawn(name)
     inputs = [case.inputs(case.sizes[0], step) for step in range(STEPS)]
