@@ -23,8 +23,8 @@ CALLS = Counter[int]()  # by layer; a count within the layer would be a state of
 class Counted(nn.Linear):
     """A layer whose calls are counted, with a factor that is no weight."""
 
-    def __init__(self, *given: int) -> None:
-        super().__init__(*given)
+    def __init__(self, wide: int, narrow: int) -> None:
+        super().__init__(wide, narrow)
         self.scaling = {"style": 1.0}
         CALLS[id(self)] = 0
 
@@ -87,7 +87,7 @@ def test_what_belongs_to_the_request_is_computed_once_more_for_a_proof() -> None
 
 def test_changed_attributes_are_computed() -> None:
     """Such as the weight of an adapter that PEFT put into a layer."""
-    net = Net().eval()
+    net: Any = Net().eval()
     parts, hint = ConstantParts(net), torch.randn(1, 5, 3)
     for number in range(8):
         if number == 5:
