@@ -97,7 +97,7 @@ class Weights:
 
     def __init__(self, module: nn.Module, fingerprint: str | None = None) -> None:
         self.module, self._given = module, fingerprint
-        self._writing, self._written = threading.Lock(), False
+        self._writing, self._written = threading.RLock(), False
         self.restart()
 
     def restart(self) -> None:
@@ -237,19 +237,24 @@ class Weights:
         """
         if self._given is not None:
             return self._given
-        if self._print is None:
-            seen, sums = hashlib.sha256(), dict[int, tuple[object, Callable[[], object], bytes]]()
-            for value in (*self._parameters.now(), *self._buffers.now()):
-                if value is None or value.is_meta or not value.numel():
-                    continue
-                state = state_of(value)
-                known = self._sums.get(id(value))
-                if known is None or state is None or known[0] != state or known[1]() is not value:
-                    known = state, ref(value), checksum(value)
-                sums[id(value)] = known
-                seen.update(known[2])
-            self._print, self._sums = seen.hexdigest(), sums
-        return self._print
+        with self._writing:  # weights that are written meanwhile would be read in part
+            if self._print is None:
+                self._print = self._computed()
+            return self._print
+
+    def _computed(self) -> str:
+        seen, sums = hashlib.sha256(), dict[int, tuple[object, Callable[[], object], bytes]]()
+        for value in (*self._parameters.now(), *self._buffers.now()):
+            if value is None or value.is_meta or not value.numel():
+                continue
+            state = state_of(value)
+            known = self._sums.get(id(value))
+            if known is None or state is None or known[0] != state or known[1]() is not value:
+                known = state, ref(value), checksum(value)
+            sums[id(value)] = known
+            seen.update(known[2])
+        self._sums = sums
+        return seen.hexdigest()
 
     def forget(self) -> None:
         """Drop the fingerprint; call it after values changed in a way that isn't detected."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import maskfx
 from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep
+from maskfx.runtime import weights as weights_module
 from maskfx.runtime.backends import eager
 from maskfx.runtime.in_place import shared
 from maskfx.runtime.lora.adapter import Updates
@@ -25,6 +28,7 @@ from maskfx.runtime.lora.in_place_costs import (
     SharedStep,
 )
 from maskfx.runtime.lora.patch import WeightPatch
+from maskfx.runtime.weights import Weights
 from tests.factories.lora import difference_of, merged, update_of
 from tests.factories.offloading import Elsewhere
 from tests.passes.tools import error
@@ -95,6 +99,33 @@ def test_results_are_those_of_the_changed_module(
     again = EditStep(calls[0], MASKS["some"]((8, 8)), recording, adapters=own)
     assert error(denoiser.step([again])[0], wanted[0]) < TOLERANCE
     assert not denoiser.in_place.written, "other uses take it out"
+
+
+def test_weights_are_not_written_while_they_are_read_for_the_fingerprint(
+    module: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, reading, go_on, entered = Weights(module), Event(), Event(), Event()
+    wanted, compute = Weights(module).fingerprint(), weights_module.checksum
+
+    def slow(value: Tensor) -> bytes:
+        reading.set()
+        assert go_on.wait(30)
+        return compute(value)
+
+    def write() -> None:
+        with weights.writing():
+            entered.set()
+
+    monkeypatch.setattr(weights_module, "checksum", slow)
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.submit(weights.fingerprint)
+        assert reading.wait(30)
+        written = pool.submit(write)
+        assert not entered.wait(0.1)
+        go_on.set()
+        assert found.result(30) == wanted
+        written.result(30)
+    assert entered.is_set()
 
 
 def test_weights_in_other_layouts_follow() -> None:
