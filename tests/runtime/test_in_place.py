@@ -101,6 +101,33 @@ def test_results_are_those_of_the_changed_module(
     assert not denoiser.in_place.written, "other uses take it out"
 
 
+class Pointwise(nn.Module):
+    """A 1x1 convolution, whose weight programs hold as a view of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        found: Tensor = self.last(self.first(sample).tanh()) * timestep.view(-1, 1, 1, 1)
+        return found
+
+
+def test_written_weights_are_no_change_in_any_step() -> None:
+    module = Pointwise().eval()
+    denoiser = maskfx.compile(module)
+    own = (difference_of(module, 4),)
+    call = {"sample": torch.randn(1, 4, 8, 8), "timestep": torch.ones(1)}
+    fingerprint, (_, edit) = denoiser.fingerprint(), recorded_edit(denoiser, own, call)
+    wanted = merged(module, own)(**call)
+    for _ in range(3):
+        with denoiser.in_place.step(own, 1, 64, 10, ChosenBy.COUNTS) as written:
+            assert written
+            assert error(denoiser.step([edit])[0], wanted) < TOLERANCE
+            assert denoiser.fingerprint() == fingerprint
+            assert denoiser.in_place.written
+
+
 def test_weights_are_not_written_while_they_are_read_for_the_fingerprint(
     module: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,5 +34,7 @@ class DerivedWeights:
 
 
 def compute(program: Program, item: Derived) -> None:
-    value = derive(program.origins[item.origin], item.order, item.shape)
-    getattr(program.module, item.name).copy_(value)
+    """Compute a derived weight again; a view of its origin follows by itself."""
+    origin, held = program.origins[item.origin], getattr(program.module, item.name)
+    if held.untyped_storage().data_ptr() != origin.untyped_storage().data_ptr():
+        held.copy_(derive(origin, item.order, item.shape))
