@@ -91,3 +91,8 @@ class ApiError(MaskfxError):
 def no_template(id: str) -> ApiError:
     message = f"There is no template {id!r}; GET /v1/templates lists them, POST records one."
     return ApiError("template_not_found", message, param="template_id")
+
+
+def no_lora(param: str) -> ApiError:
+    message = "There is no such LoRA; GET /v1/adapters lists them."
+    return ApiError("lora_not_found", message, param=param)

@@ -324,16 +324,7 @@ def lies_along(node: fx.Node, axis: int, size: SizeExpr) -> bool:
 
 def depends(value: fx.Node) -> bool:
     """Return True for a value that isn't a weight or made of sizes alone."""
-    stack, seen = [value], set[fx.Node]()
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        found = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(found, torch.Tensor):
-            return True
-        if node.op == "call_function" and op_name(node) in ("sym_size", "size"):
-            continue
-        stack.extend(node.all_input_nodes)
-    return False
+    return any(
+        node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
+        for node in ancestors([value], sizes=False)
+    )

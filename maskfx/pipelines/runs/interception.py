@@ -20,11 +20,8 @@ from maskfx.pipelines.runs.run import PipelineRun
 from maskfx.pipelines.schedules.schedule import schedulers_of
 
 BAR = "_progress_bar_config"  # diffusers' attribute of a pipeline
-CHOSEN = (
-    "strength",
-    "num_inference_steps",
-    "denoising_start",
-)  # arguments that determine which steps run
+# arguments that determine which steps run
+CHOSEN = ("strength", "num_inference_steps", "denoising_start")
 
 
 @contextmanager

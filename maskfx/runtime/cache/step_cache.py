@@ -95,9 +95,7 @@ class StepCache:
     stats: dict[tuple[tuple[str, ...], int], SiteStats] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     masks: Masks | None = None  # only what edits with these can read is kept
-    given: list[object] = field(
-        default_factory=list
-    )  # the inputs, where edits may compute from them
+    given: list[object] = field(default_factory=list)  # the inputs, if edits may compute from them
     adapters: tuple[tuple[str, float], ...] = ()  # digest and weight of each it was recorded with
 
     def nbytes(self) -> int:

@@ -17,6 +17,7 @@ from maskfx.compiler.build_program import taps_of
 from maskfx.compiler.fuse import fused
 from maskfx.ir.lazy_module import over_same
 from maskfx.ir.lru import LruCache
+from maskfx.ir.nodes import ancestors
 from maskfx.ir.program import Program
 from maskfx.runtime.backends.eager import PackedWeights, Runner
 from maskfx.runtime.backends.graph_function import Run
@@ -108,14 +109,7 @@ def rows_alone(program: Program, wanted: frozenset[str]) -> fx.GraphModule:
     module = program.recording
     pairs = zip(program.interface.taps, taps_of(module), strict=True)
     taps = [node for name, node in pairs if name in wanted]
-    needed: set[fx.Node] = set()
-    stack = list(taps)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += node.all_input_nodes
-    graph = fx.Graph()
+    needed, graph = ancestors(taps), fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         if node in needed:

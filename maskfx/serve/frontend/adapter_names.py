@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from maskfx.errors import InputError
-from maskfx.serve.errors import ApiError
+from maskfx.serve.errors import no_lora
 from maskfx.serve.request import NAME, AdapterInfo, Card
 
 SUFFIX = ".safetensors"
@@ -56,14 +56,14 @@ class AdapterNames:
     def get(self, name: str) -> AdapterInfo:
         found = self._known.get(name)
         if found is None:
-            raise missing()
+            raise no_lora("adapter")
         return found
 
     def register(self, name: str) -> AdapterInfo:
         """Look at a file; ApiError lora_not_found if there is none of this name."""
         found = self._look(name)
         if found is None:
-            raise missing("name")
+            raise no_lora("name")
         self._known[name], self._names = found, None
         return found
 
@@ -82,9 +82,3 @@ class AdapterNames:
         if not stat.S_ISREG(seen.st_mode):
             return None
         return AdapterInfo(name, seen.st_size, int(seen.st_mtime))
-
-
-def missing(param: str = "adapter") -> ApiError:
-    return ApiError(
-        "lora_not_found", "There is no such LoRA; GET /v1/adapters lists them.", param=param
-    )

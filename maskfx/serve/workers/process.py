@@ -198,7 +198,7 @@ class WorkerProcess:
         """Return the heartbeat; called by the link's thread, also while the model is loading."""
         with self._lock:
             running = len(self._jobs)
-        return Alive(running, {} if self._model is None else self._counts())
+        return Alive(running, self._counts())
 
 
 def unreachable(place: WorkerAddress) -> Unreachable:

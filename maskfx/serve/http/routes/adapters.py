@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from maskfx.serve.errors import ApiError
+from maskfx.serve.errors import no_lora
 from maskfx.serve.http.body import JSON, read_form
 from maskfx.serve.http.dependencies import AtDesk
 from maskfx.serve.http.responses import Said
@@ -33,22 +33,16 @@ async def get_adapter(adapter: str, context: AtDesk) -> Said:
     for one in context.frontend.adapters() if is_name(adapter) else ():
         if one.name == adapter:
             return said(one)
-    raise missing()
+    raise no_lora("adapter")
 
 
 @router.delete("/v1/adapters/{adapter:path}")
 async def delete_adapter(adapter: str, context: AtDesk) -> Said:
     """Forget an adapter and its weights; the file stays in the directory."""
     if not is_name(adapter):
-        raise missing()
+        raise no_lora("adapter")
     context.frontend.remove_adapter(adapter)
     return {"id": adapter, "object": "adapter", "deleted": True}
-
-
-def missing() -> ApiError:
-    return ApiError(
-        "lora_not_found", "There is no such LoRA; GET /v1/adapters lists them.", param="adapter"
-    )
 
 
 def said(info: AdapterInfo) -> Said:

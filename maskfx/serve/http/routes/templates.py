@@ -6,7 +6,7 @@ import re
 
 from fastapi import APIRouter, Request
 
-from maskfx.serve.errors import ApiError, no_template
+from maskfx.serve.errors import no_template
 from maskfx.serve.http.body import JSON, MULTIPART, read_form
 from maskfx.serve.http.cancellation import unless_gone
 from maskfx.serve.http.dependencies import AtDesk, Calls
@@ -56,11 +56,7 @@ async def delete_template(template_id: str, context: AtDesk) -> Said:
 def checked(name: str) -> None:
     """Raise ApiError unless the name matches `NAME`, so that no path is looked up."""
     if not is_name(name):
-        raise ApiError(
-            "template_not_found",
-            "There is no such template; GET /v1/templates lists them.",
-            param="template_id",
-        )
+        raise no_template(name)
 
 
 def is_name(name: str) -> bool:
