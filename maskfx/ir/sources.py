@@ -24,8 +24,8 @@ from maskfx.ir.export_sources import CallSpans as CallSpans
 from maskfx.ir.export_sources import Requests as Requests
 from maskfx.ir.export_sources import RestOwner as RestOwner
 from maskfx.ir.head_sources import ByHead as ByHead
-from maskfx.ir.head_sources import HeadRest as HeadRest
 from maskfx.ir.head_sources import HeadRestSpans as HeadRestSpans
+from maskfx.ir.head_sources import HeadShare as HeadShare
 from maskfx.ir.head_sources import HeadSpans as HeadSpans
 from maskfx.ir.lanes import Lane
 from maskfx.ir.pyramid import Window
@@ -376,7 +376,7 @@ Source = (
     | RestShareSpans
     | ByHead
     | HeadSpans
-    | HeadRest
+    | HeadShare
     | HeadRestSpans
 )
 
@@ -384,5 +384,6 @@ Source = (
 # tables of indices or weights, which follow from masks and sizes alone
 Spanning = Spans | RestSpans | CallSpans
 Table = Owner | RestOwner | Requests | Calls | Spanning | Reader | Weights | Lines
-Cached = Halo | Rest | Loaded | Kept | RestShare  # rows of the cache as they were recorded
+# rows of the cache as they were recorded
+Cached = Halo | Rest | Loaded | Kept | RestShare | HeadShare
 Tapped = Cached | RestStats | RestSum  # what is made of the rows of a tap
