@@ -26,7 +26,7 @@ from training.scenes import SIDE as SCENE
 SIDE = 8  # sites along a patch's side; packed tokens have half as many
 DENSE = "dense"
 # `every` and `least` of the sides that extrapolate whole steps, in the order of their speed.
-WHOLE = ((2, 6), (3, 6), (4, 6), (3, 2), (4, 2), (5, 2), (7, 2), (10, 2))
+WHOLE = ((2, 6), (3, 6), (4, 6), (3, 2), (4, 2), (5, 2), (7, 2), (10, 2), (11, 2))
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,20 @@ class StepTimes:
         self.hull = lower_hull(self.seconds)
         self.fastest = self.hull[-1]
         self.least = self.seconds[self.fastest]
+        self._usable: tuple[float, tuple[int, ...]] = (inf, self.hull)  # the last answer
 
     def latest_start(self, steps: int, due: float) -> float:
         """Return the time after which the steps can't end by `due` at any degree."""
         return due - steps * self.least
+
+    def usable(self, length: float) -> tuple[int, ...]:
+        """Return the degrees at which a step ends within a time; the fastest one if none does."""
+        known, degrees = self._usable
+        if known != length:
+            within = length * (1 + EDGE)
+            degrees = tuple(k for k in self.hull if self.seconds[k] <= within) or (self.fastest,)
+            self._usable = length, degrees
+        return degrees
 
     def cheapest(self, steps: int, slack: float) -> Mix | None:
         """Return the mix of least device-seconds that ends within `slack`; None if none does."""

@@ -9,7 +9,7 @@ import heapq
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import floor, inf
+from math import inf
 
 from maskfx.serve.scheduling.allocation import EDGE
 from maskfx.serve.scheduling.degree_costs import BatchTotals
@@ -37,14 +37,18 @@ class Draft:
     @property
     def left(self) -> int:
         members = self.members
-        return members[0].left if len(members) == 1 else max(m.left for m in members)
+        return members[0].left if len(members) == 1 else max([m.left for m in members])
 
     def steps(self, length: float) -> int:
-        return min(self.left, max(1, floor(length / self.seconds + EDGE)))
+        left, fitting = self.left, int(length / self.seconds + EDGE)
+        return left if left < fitting else fitting or 1
 
     @property
     def home(self) -> Devices | None:
-        homes = [m.request.home for m in self.members if m.request.home is not None]
+        members = self.members
+        if len(members) == 1:
+            return members[0].request.home
+        homes = [m.request.home for m in members if m.request.home is not None]
         return max(homes, key=lambda home: home.size, default=None)
 
 
@@ -131,51 +135,64 @@ def join(
     missed = 0
     slower: set[int] = set()  # kinds of requests whose joint steps don't pay in any of the groups
     for request in waiting:
-        found: tuple[float, int, Draft] | None = None
+        found: tuple[float, int] | None = None  # the joint step's seconds, and its group
         pays = False
         if id(request.times) in slower:
             missed += 1
             if missed == MISSES:
                 break
             continue
-        own = memo.of(request.request.work).totals
-        for entry in shortest[:TRIALS]:
-            draft = drafts[entry[1]]
+        own, alone_seconds = memo.of(request.request.work).totals, request.times.seconds
+        least = settings.gain
+        for before, number in shortest[:TRIALS]:
+            draft = drafts[number]
+            degree = draft.degree
             if draft.totals is None:
                 draft.totals = memo.of(draft.members[0].request.work).totals
+            seconds = memo.joint(degree)(draft.totals, own)
+            gain = (before + alone_seconds[degree]) / seconds
+            if gain >= settings.gain:
+                pays = True
+                if (
+                    gain >= least
+                    and seconds <= longest
+                    and not (
+                        _harms((request,), seconds, length)
+                        or _harms(draft.members, seconds, length)
+                    )
+                ):
+                    least, found = gain, (seconds, number)
+        if found:
+            seconds, number = found
+            draft = drafts[number]
+            assert draft.totals is not None, "the totals of a group that was tried"
+            shortest.remove((draft.seconds, number))
             totals = draft.totals.with_others(own)
-            seconds = memo.profile.seconds(draft.degree, totals)
-            gain = (draft.seconds + request.times.seconds[draft.degree]) / seconds
-            least = max(settings.gain, found[0] if found else 0.0)
-            pays |= gain >= settings.gain
-            if gain >= least and seconds <= longest:
-                members = [*draft.members, request]
-                if not _harms(members, seconds, length):
-                    found = gain, entry[1], Draft(members, draft.degree, seconds, totals)
-        if found:
-            _, number, trial = found
-            shortest.remove((drafts[number].seconds, number))
-            drafts[number] = trial
-            if len(trial.members) < settings.batch:
-                insort(shortest, (trial.seconds, number))
-        if not pays:
-            slower.add(id(request.times))
-        if found:
+            drafts[number] = Draft([*draft.members, request], draft.degree, seconds, totals)
+            if len(drafts[number].members) < settings.batch:
+                insort(shortest, (seconds, number))
             slower.clear()
-        missed = 0 if found else missed + 1
+            missed = 0
+        else:
+            missed += 1
+            if not pays:
+                slower.add(id(request.times))
         if missed == MISSES or not shortest:
             break
 
 
 def _harms(members: Sequence[Pending], seconds: float, length: float) -> bool:
     """Return True if a hopeful member of a joint group would have to leave it to be in time."""
-    steps = max(1, floor(length / seconds + EDGE))
-    border = max(length, seconds)
+    steps = int(length / seconds + EDGE) or 1
+    border = length if length > seconds else seconds
     for member in members:
         if member.rank > Rank.CROWDED:
             continue
         left = member.left - steps
-        start = member.now + (border if left > 0 else member.left * seconds)
-        if start + max(left, 0) * seconds > member.due + EDGE:
+        if left > 0:
+            end = member.now + border + left * seconds
+        else:
+            end = member.now + member.left * seconds
+        if end > member.due + EDGE:
             return True
     return False

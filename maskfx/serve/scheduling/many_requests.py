@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from maskfx.runtime.planner.least_squares import Floats
 from maskfx.serve.scheduling.allocation import EDGE
@@ -44,19 +47,18 @@ def of_many(
     patience: float,
     margin: float,
 ) -> list[Pending]:
-    memo.make_room(len(requests))
-    kinds = [memo.of(request.work) for request in requests]
-    rows = [kind.row for kind in kinds]
-    seconds, sizes = memo.seconds[rows], memo.sizes[rows]
-    left: Floats = np.array([r.left for r in requests], np.float64)
-    least: Floats = np.array([kind.times.least for kind in kinds])
-    asked: Floats = np.array([r.due for r in requests])
-    due = asked - np.array([r.after for r in requests])
+    works = [request.work for request in requests]
+    kinds = memo.of_all(works)
+    rows = column(kinds, "row", np.int64)
+    seconds, sizes, least = memo.seconds[rows], memo.sizes[rows], memo.least[rows]
+    left: Floats = column(requests, "left")
+    asked: Floats = column(requests, "due")
+    due = asked - column(requests, "after")
     end = now + left * least
     late = end > due * (1 + EDGE) + EDGE
     patient = ~late & (asked == inf)
-    alone = np.maximum([r.work.steps for r in requests], left) * least
-    patient_due = np.array([r.arrived for r in requests]) + patience * alone
+    alone = np.maximum(column(works, "steps"), left) * least
+    patient_due = column(requests, "arrived") + patience * alone
     kept = np.minimum(due, np.maximum(end, now + (due - now) * (1 - margin)))
     due = np.where(late, np.maximum(due, patient_due), np.where(patient, patient_due, kept))
     ranks = np.where(late, Rank.LATE, np.where(patient, Rank.PATIENT, Rank.CROWDED))
@@ -64,40 +66,52 @@ def of_many(
     within = left[:, None] * seconds <= room[:, None]
     degrees = sizes[np.arange(len(rows)), within.argmax(1)]  # the first if none is
     numbers = zip(
-        ranks.tolist(),
+        requests,
+        kinds,
+        map(RANKS.__getitem__, ranks.tolist()),
         due.tolist(),
         ((ranks >= Rank.PATIENT) & (now > due)).tolist(),
         (due - left * least).tolist(),
-        fluid(left, due - now, seconds, sizes).tolist(),
+        fluid(left, due - now, seconds, sizes, memo.widest[rows]).tolist(),
         degrees.astype(np.intp).tolist(),
         strict=True,
     )
     found = []
-    for request, kind, known in zip(requests, kinds, numbers, strict=True):
-        made = Pending.__new__(Pending)
-        made.request, made.times, made.now = request, kind.times, now
+    new = Pending.__new__
+    for request, kind, rank, until, overdue, start, need, degree in numbers:
+        made = new(Pending)
+        made.request, made.times, made.now = request, kind[1], now
         made.left, made.id = request.left, request.id
-        made.set_numbers(RANKS[known[0]], *known[1:])
+        made.rank, made.due, made.overdue, made.latest_start = rank, until, overdue, start
+        made._need, made._degree = need, degree
         found.append(made)
     return found
 
 
-def fluid(left: Floats, slack: Floats, seconds: Floats, sizes: Floats) -> Floats:
+def column(items: Sequence[object], name: str, dtype: type = np.float64) -> NDArray[Any]:
+    """Return an attribute of each."""
+    return np.fromiter(map(attrgetter(name), items), dtype, len(items))
+
+
+def fluid(left: Floats, slack: Floats, seconds: Floats, sizes: Floats, widest: Floats) -> Floats:
     """Return what `StepTimes.fluid` does, of many requests.
 
     Args:
         seconds: A row per request: the times of its hull, slowest first, then infinite ones.
         sizes: The degrees of these times.
+        widest: The last of the degrees.
     """
     each = slack / np.maximum(left, 1)
     least = seconds.min(1)
-    found: Floats = left * sizes.max(1) * least
-    with np.errstate(invalid="ignore"):  # infinite times where a hull has fewer degrees
-        for at in range(seconds.shape[1] - 2, -1, -1):
-            slow, fast = seconds[:, at], seconds[:, at + 1]
-            share = (slow - each) / (slow - fast)
-            cost = share * sizes[:, at + 1] * fast + (1 - share) * sizes[:, at] * slow
-            found = np.where((each >= fast) & (fast < inf), left * cost, found)
-    found = np.where(each >= seconds[:, 0], left * sizes[:, 0] * seconds[:, 0], found)
+    requests, within = np.arange(len(left)), seconds <= each[:, None]
+    above = within.argmax(1)  # the first degree that is in time; 0 if none is
+    below = np.maximum(above - 1, 0)
+    fast, slow = seconds[requests, above], seconds[requests, below]
+    high, low = sizes[requests, above], sizes[requests, below]
+    between = above > 0
+    share = (slow - each) / np.where(between, slow - fast, 1.0)
+    cost = share * high * fast + (1 - share) * low * slow
+    found: Floats = np.where(between, left * cost, left * high * fast)
+    found = np.where(each < least, left * widest * least, found)
     found = np.where(left * least > slack * (1 + EDGE) + EDGE, inf, found)
     return np.where(left == 0, 0.0, found)

@@ -145,19 +145,23 @@ def narrow_first(
 
     A request that runs keeps its degree if that is in time.
     """
+    if not free:
+        return []
     since = [start] * free  # when each device is free, in ascending order
     found = []
+    of_three = footprint(3, devices)
     for due, left, times, id, running in jobs:
-        if since and since[0] + left * times.least > due + EDGE:
+        latest = due + EDGE
+        if since[0] + left * times.least > latest:
             continue  # at no degree
-        kept = (running,) if running in times.hull else ()
-        for degree in (*kept, *times.hull):
-            size = degree if degree != 3 else footprint(3, devices)
+        hull, seconds = times.hull, times.seconds
+        for degree in (running, *hull) if running in hull else hull:
+            size = degree if degree != 3 else of_three
             if size > free:
                 continue
             begin = since[size - 1]
-            end = begin + left * times.seconds[degree]
-            if end <= due + EDGE:
+            end = begin + left * seconds[degree]
+            if end <= latest:
                 found.append(Planned(id, begin, degree))
                 del since[:size]
                 at = bisect_right(since, end)

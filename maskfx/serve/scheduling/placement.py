@@ -10,7 +10,6 @@ them. Pure; knows sizes and places, nothing of requests.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import NamedTuple
@@ -24,6 +23,8 @@ BLOCK = 8  # devices: the largest group
 HALF = 4
 EXACT = 64  # devices up to which the fewest moves are found; on more few moves, in little time
 Counts = tuple[int, ...]  # of groups, by size in the order of DEGREES
+BITS, MOST = 8, 127  # of a packed count
+GUARDS = sum(1 << BITS * place + BITS - 1 for place in range(len(DEGREES)))  # their highest bits
 
 
 class Devices(NamedTuple):
@@ -38,12 +39,11 @@ class Devices(NamedTuple):
 
     def nests(self, other: Devices) -> bool:
         """Return True if one of the two ranges contains the other."""
-        mine, theirs = set(self.numbers), set(other.numbers)
-        return mine <= theirs or theirs <= mine
+        after, end, other_end = self.start - other.start, sum(self), sum(other)
+        return not after or (end <= other_end if after > 0 else other_end <= end)
 
 
-@dataclass(frozen=True)
-class PlacedGroup:
+class PlacedGroup(NamedTuple):
     """A group to be placed: its size, and its devices in the previous round, if any."""
 
     size: int
@@ -143,13 +143,19 @@ class FreeDevices:
 
     def first(self, group: PlacedGroup) -> Devices | None:
         """Return the first free place of a group, one that nests with its home if it has one."""
+        size, bits = group.size, self._bits
         if group.home is not None:
-            near = _nested_positions(group.size, group.home, self._devices)
-            return next((at for at in near if self.fits(at)), None)
-        starts = self._bits & _starts(group.size, self._devices)
-        for further in range(1, group.size):
-            starts &= self._bits >> further
-        return Devices((starts & -starts).bit_length() - 1, group.size) if starts else None
+            wanted = (1 << size) - 1
+            for at in _nested_positions(size, group.home, self._devices):
+                if bits >> at.start & wanted == wanted:
+                    return at
+            return None
+        starts = bits & _starts(size, self._devices)
+        for further in range(1, size):
+            if not starts:
+                break
+            starts &= bits >> further
+        return Devices((starts & -starts).bit_length() - 1, size) if starts else None
 
     def near(self, group: PlacedGroup) -> Devices | None:
         """Return a free place that nests with the group's home, or else the first one."""
@@ -180,6 +186,8 @@ class GroupLayout(NamedTuple):
 
 
 def _fewest_moves(groups: Sequence[PlacedGroup], devices: int) -> list[Devices] | None:
+    if sum(group.size for group in groups) > devices:
+        return None
     wanted: Counts = tuple(sum(g.size == size for g in groups) for size in DEGREES)
     blocks = [
         _block_layouts(first, min(first + BLOCK, devices), groups, wanted)
@@ -229,49 +237,57 @@ def _block_layouts(
     here = [g for g in groups if g.home is not None and first <= g.home.start < first + BLOCK]
     halves = [_half_layouts(at, end, here, wanted) for at in (first, first + HALF)]
     whole = next((g for g in here if g.home is not None and g.home.size == BLOCK), None)
-    found: dict[Counts, GroupLayout] = {}
+    limit = packed(wanted) | GUARDS
+    leaves = 0 if whole is None else packed([size == whole.size for size in DEGREES]) * MOST
+    found: dict[int, GroupLayout] = {}
     for (left, one), (right, two) in product(halves[0].items(), halves[1].items()):
-        counts = tuple(a + b for a, b in zip(left, right, strict=True))
-        if all(n <= most for n, most in zip(counts, wanted, strict=True)):
+        code = left + right
+        if (limit - code) & GUARDS == GUARDS:
             # a group that leaves the whole block stays wherever it is in it, and in one half only
-            stays = one.stays + two.stays
-            stays += whole is not None and counts[DEGREES.index(whole.size)] > 0
-            _improve(found, counts, GroupLayout(stays, one.places + two.places))
+            stays = one[0] + two[0] + (code & leaves > 0)
+            if code not in found or found[code].stays < stays:
+                found[code] = GroupLayout(stays, one[1] + two[1])
     for at in positions(BLOCK, first, end):
-        counts = (0,) * (len(DEGREES) - 1) + (1,)
-        if counts[-1] <= wanted[-1]:
+        if wanted[-1]:
             stays = int(any(g.size == BLOCK for g in here))
-            _improve(found, counts, GroupLayout(stays, (at,)))
-    return found
+            _improve(found, packed([size == BLOCK for size in DEGREES]), GroupLayout(stays, (at,)))
+    return {unpacked(code): layout for code, layout in found.items()}
 
 
 def _half_layouts(
     first: int, end: int, here: Sequence[PlacedGroup], wanted: Counts
-) -> dict[Counts, GroupLayout]:
-    found: dict[Counts, GroupLayout] = {}
+) -> dict[int, GroupLayout]:
     homes = [g for g in here if g.home is not None and g.home.size < BLOCK]
-    for places, counts in _half_places():
-        if any(n > most for n, most in zip(counts, wanted, strict=True)):
+    limit = packed(wanted) | GUARDS
+    staying: dict[Devices, int] = {}  # the groups that may stay at a place, as bits
+    found: dict[int, GroupLayout] = {}
+    for places, code in _half_places(first, end):
+        if (limit - code) & GUARDS != GUARDS:
             continue
-        moved = tuple(Devices(first + start, size) for start, size in places)
-        if any(at.start + at.size > end for at in moved):
-            continue
-        _improve(found, counts, GroupLayout(_count_stays(moved, homes), moved))
+        left, stays = -1, 0  # as `_matched` does
+        for at in places:
+            if at not in staying:
+                staying[at] = sum(_stays(group, at) << n for n, group in enumerate(homes))
+            here_too = staying[at] & left
+            if here_too:
+                left &= ~(here_too & -here_too)
+                stays += 1
+        _improve(found, code, GroupLayout(stays, places))
     return found
 
 
-def _improve(found: dict[Counts, GroupLayout], counts: Counts, layout: GroupLayout) -> None:
-    if counts not in found or found[counts].stays < layout.stays:
-        found[counts] = layout
+def _improve(found: dict[int, GroupLayout], code: int, layout: GroupLayout) -> None:
+    if code not in found or found[code].stays < layout.stays:
+        found[code] = layout
 
 
 @cache
-def _half_places() -> tuple[tuple[tuple[Devices, ...], Counts], ...]:
-    """Return all sets of disjoint places within four devices, and how many of each size it has."""
-    every = [at for size in (1, 2, 3, 4) for at in positions(size, 0, HALF)]
+def _half_places(first: int, end: int) -> tuple[tuple[tuple[Devices, ...], int], ...]:
+    """Return all sets of disjoint places in the half from `first`, with their counts, packed."""
+    every = [at for size in (1, 2, 3, 4) for at in positions(size, first, end)]
     return tuple(
-        (places, tuple(sum(at.size == size for at in places) for size in DEGREES))
-        for places in _disjoint_sets(every, 0b0000)
+        (places, packed([sum(at.size == size for at in places) for size in DEGREES]))
+        for places in _disjoint_sets(every, 0)
     )
 
 
@@ -284,8 +300,16 @@ def _disjoint_sets(every: Sequence[Devices], taken: int) -> Iterator[tuple[Devic
                 yield (at, *rest)
 
 
-def _count_stays(places: Iterable[Devices], groups: Sequence[PlacedGroup]) -> int:
-    return sum(found is not None for found in _matched(places, groups))
+# Counts as one number, a byte for each size: they are added and compared all at once.
+
+
+def packed(counts: Sequence[int]) -> int:
+    """Return counts, each at most `MOST`, as one number."""
+    return sum(n << BITS * place for place, n in enumerate(counts))
+
+
+def unpacked(code: int) -> Counts:
+    return tuple(code >> BITS * place & MOST for place in range(len(DEGREES)))
 
 
 def _matched(places: Iterable[Devices], groups: Sequence[PlacedGroup]) -> list[int | None]:

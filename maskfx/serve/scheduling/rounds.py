@@ -53,6 +53,7 @@ from maskfx.serve.scheduling.urgency import (
     Pending,
     Rank,
     admit,
+    by_urgency,
     values,
 )
 
@@ -105,7 +106,7 @@ class RoundScheduler:
         free = FreeDevices(self.devices, busy)
         admit(pending, free.count)
         groups: list[tuple[Draft, Devices]] = []
-        for request in sorted(pending, key=_order):
+        for request in by_urgency(pending):
             if not free.count:
                 break
             fitting = [k for k in request.usable(length) if request.times.seconds[k] <= length]
@@ -151,10 +152,10 @@ class RoundScheduler:
         Of many requests, the one that starts from the best schedule.
         """
         admit(pending, self.devices)
-        pending.sort(key=_order)
+        pending = by_urgency(pending)
         reserved = self._reserve(pending, length)
         free = self._free(reserved)
-        waiting = [p for p in without_groups(pending, reserved) if p.hopeful]
+        waiting = [p for p in without_groups(pending, reserved) if p.rank <= Rank.CROWDED]
         jobs = [p.job(p.left, p.request.home.size if p.request.home else 0) for p in waiting]
         now = pending[0].now if pending else 0.0
         if len(waiting) > OUTLOOK:
@@ -173,12 +174,13 @@ class RoundScheduler:
         self, waiting: Sequence[Pending], plan: Sequence[Planned], length: float
     ) -> list[Draft]:
         """Return the groups with which a schedule starts."""
-        by_id = {p.id: p for p in waiting}
+        now = waiting[0].now if waiting else 0.0
+        starting = {id: degree for id, start, degree in plan if start <= now}
+        by_id = {p.id: p for p in waiting if p.id in starting}
         return [
-            alone(request, planned.degree)
-            for planned in plan
-            if planned.start <= (request := by_id[planned.id]).now
-            and planned.degree in request.usable(length)
+            alone(by_id[id], degree)
+            for id, degree in starting.items()
+            if degree in by_id[id].usable(length)
         ]
 
     def _best(
@@ -324,19 +326,16 @@ def _round(
     drops: Sequence[Pending],
 ) -> Round:
     """Return the decision; its length is that of the longest group."""
-    border = max((d.steps(length) * d.seconds for d in drafts), default=0.0)
+    border = max([d.steps(length) * d.seconds for d in drafts], default=0.0)
     groups = []
     for draft, devices in zip(drafts, placed, strict=True):
-        steps = draft.steps(border)
-        made = {m.id: min(steps, m.left) for m in draft.members}
+        steps, members = draft.steps(border), draft.members
+        if len(members) == 1:
+            made = {members[0].id: steps}
+        else:
+            made = {m.id: min(steps, m.left) for m in members}
         groups.append(DeviceGroup(devices, made, steps * draft.seconds))
     return Round(now, border, tuple(groups), tuple(p.id for p in late), tuple(p.id for p in drops))
-
-
-def _order(request: Pending) -> tuple[Rank, float, str]:
-    """Sort by rank; then by the latest start, or by the least need where not all can be served."""
-    crowded = request.rank is Rank.CROWDED
-    return request.rank, request.need if crowded else request.latest_start, request.id
 
 
 def _value(option: Option) -> float:

@@ -8,9 +8,11 @@ remaining steps at its fastest degree end before its deadline. Pure: no clock.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
+from itertools import chain
 from math import floor, inf
+from operator import attrgetter
 from typing import NamedTuple
 
 from maskfx.serve.scheduling.allocation import EDGE, Mix, StepTimes
@@ -75,13 +77,6 @@ class Pending:
         self._need: float | None = None
         self._degree: int | None = None
 
-    def set_numbers(
-        self, rank: Rank, due: float, overdue: bool, start: float, need: float, degree: int
-    ) -> None:
-        """Set what is known of a request that was made without its constructor."""
-        self.rank, self.due, self.overdue, self.latest_start = rank, due, overdue, start
-        self._need, self._degree = need, degree
-
     @property
     def hopeful(self) -> bool:
         return self.rank <= Rank.CROWDED
@@ -111,9 +106,7 @@ class Pending:
 
     def usable(self, length: float) -> tuple[int, ...]:
         """Return the degrees at which a step ends within a round; the fastest one if none does."""
-        within = length * (1 + EDGE)
-        found = tuple(k for k in self.times.hull if self.times.seconds[k] <= within)
-        return found or (self.times.fastest,)
+        return self.times.usable(length)
 
     def steps(self, degree: int, length: float) -> int:
         """Return the number of steps that fit into a round, at least one."""
@@ -166,16 +159,27 @@ def admit(pending: Sequence[Pending], devices: int) -> None:
     """
     heap: list[tuple[float, int]] = []
     work = 0.0
-    hopeful = sorted((p for p in pending if p.hopeful), key=lambda p: (p.due, p.id))
+    admitted, crowded, push = Rank.ADMITTED, Rank.CROWDED, heapq.heappush
+    hopeful = sorted((p for p in pending if p.rank <= crowded), key=attrgetter("due", "id"))
     for number, request in enumerate(hopeful):
         need = request.need
-        request.rank = Rank.ADMITTED
-        heapq.heappush(heap, (-need, number))
+        request.rank = admitted
+        push(heap, (-need, number))
         work += need
         if work > devices * (request.due - request.now) * (1 + EDGE) + EDGE:
             largest, left_out = heapq.heappop(heap)
             work += largest
-            hopeful[left_out].rank = Rank.CROWDED
+            hopeful[left_out].rank = crowded
+
+
+def by_urgency(pending: Iterable[Pending]) -> list[Pending]:
+    """Sort by rank; then by the latest start, or by the least need where not all can be served."""
+    ranked: dict[Rank, list[Pending]] = {rank: [] for rank in Rank}
+    for request in pending:
+        ranked[request.rank].append(request)
+    for rank, found in ranked.items():
+        found.sort(key=attrgetter("need" if rank is Rank.CROWDED else "latest_start", "id"))
+    return list(chain.from_iterable(ranked.values()))
 
 
 def values(

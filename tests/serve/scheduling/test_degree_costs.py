@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from maskfx.errors import InputError
+from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.scheduling.cost_model import FittedCosts
 from maskfx.serve.scheduling.degree_costs import (
     DegreeCost,
@@ -12,6 +15,7 @@ from maskfx.serve.scheduling.degree_costs import (
     from_efficiency,
 )
 from maskfx.serve.scheduling.load import Work
+from maskfx.serve.scheduling.profile_memo import ProfileMemo
 
 ONE = FittedCosts(base=0.02, per_request=0.005, per_site=1e-5, per_pair=1e-9)
 COSTS = DegreeCosts(
@@ -41,6 +45,38 @@ def test_each_device_loads_its_share() -> None:
     one = FittedCosts(base=0.001, per_request=0.0, per_site=0.0, load_bandwidth=1e9)
     heavy = Work(10, 10, 1, bytes=10**9)
     assert from_efficiency(one, {4: 0.9}).step(4, [heavy]) == pytest.approx(0.25)
+
+
+@st.composite
+def works(draw: st.DrawFn) -> Work:
+    sites, whole = draw(st.integers(1, 900)), draw(st.sampled_from((900, 2000)))
+    kind = draw(st.sampled_from(StepKind))
+    return Work(sites, whole, 5, branches=2, bytes=draw(st.sampled_from((0, 10**8))), kind=kind)
+
+
+@given(st.lists(works(), min_size=1, max_size=3), st.lists(works(), min_size=1, max_size=3))
+def test_a_joint_step_takes_what_the_step_of_all_its_members_does(
+    some: list[Work], others: list[Work]
+) -> None:
+    one = FittedCosts(
+        base=0.02, per_request=0.005, per_site=1e-5, per_dense_site=2e-5, per_size=0.01,
+        load_bandwidth=1e9, avoidable=0.5, per_avoided_byte=1e-9,
+    )  # fmt: skip
+    costs = DegreeCosts(one=one, by_degree={2: DegreeCost(fixed=0.01, per_site=1e-6)})
+    for degree in (1, 2):
+        joint = costs.joint(degree)(costs.totals(some), costs.totals(others))
+        assert joint == pytest.approx(costs.step(degree, [*some, *others]), rel=1e-12)
+    assert costs.step(1, [*some, *others]) == pytest.approx(one.step([*some, *others]), rel=1e-12)
+
+
+def test_the_memo_tells_works_of_different_kinds_apart() -> None:
+    """Equal sites take longer where all of a picture is computed."""
+    one = FittedCosts(base=0.02, per_request=0.005, per_site=1e-5, per_dense_site=2e-5)
+    memo = ProfileMemo(DegreeCosts(one=one), (1,), 1)
+    edit, dense = (Work(900, 900, 5, kind=kind) for kind in (StepKind.EDIT, StepKind.DENSE))
+    found = memo.of_all([edit, dense, edit])
+    assert found[0] is found[2] is memo.of(edit)
+    assert found[1].times.seconds[1] - found[0].times.seconds[1] == pytest.approx(900e-5)
 
 
 def test_a_fit_finds_the_costs_that_made_the_samples_and_reports_its_error() -> None:

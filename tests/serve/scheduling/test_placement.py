@@ -95,6 +95,17 @@ def test_groups_on_many_devices_get_disjoint_places_and_most_stay(
     assert all(at.start % footprint(at.size) == 0 for at in placed)
 
 
+def test_ranges_nest_if_one_has_all_devices_of_the_other() -> None:
+    every = [Devices(start, size) for start in range(6) for size in range(1, 6)]
+    for one, other in product(every, every):
+        mine, theirs = set(one.numbers), set(other.numbers)
+        assert one.nests(other) == (mine <= theirs or theirs <= mine)
+
+
+def test_more_groups_than_devices_can_not_be_placed() -> None:
+    assert place([PlacedGroup(1, Devices(0, 1))] * 200, 8) is None
+
+
 def test_three_devices_leave_the_fourth_to_a_small_group() -> None:
     assert place([PlacedGroup(3), PlacedGroup(3), PlacedGroup(1), PlacedGroup(1)], 8) is not None
     assert place([PlacedGroup(3), PlacedGroup(3), PlacedGroup(2)], 8) is None

@@ -25,7 +25,7 @@ from maskfx.serve.scheduling.placement import Devices
 from maskfx.serve.scheduling.profile_memo import ProfileMemo
 from maskfx.serve.scheduling.round_plan import LatePolicy, Round, RoundRequest, RoundSettings
 from maskfx.serve.scheduling.rounds import RoundScheduler, round_length
-from maskfx.serve.scheduling.urgency import Pending, Rank, admit
+from maskfx.serve.scheduling.urgency import Pending, Rank, admit, by_urgency
 
 ONE = FittedCosts(base=0.01, per_request=0.0, per_site=1e-4)
 COSTS = DegreeCosts(
@@ -307,6 +307,16 @@ def test_the_most_requests_are_admitted_not_the_largest() -> None:
     ranks = {p.id: p.rank for p in pending}
     assert ranks.pop("large") is Rank.CROWDED
     assert set(ranks.values()) == {Rank.ADMITTED}
+
+
+def test_requests_that_can_be_in_time_go_first_the_rest_by_what_they_need() -> None:
+    memo = ProfileMemo(COSTS, (1,), 1)
+    dues = {"large": 4.2, "b": 4.5, "a": 4.5, "larger": 4.35, "never": inf, "late": 0.1}
+    sites = {"large": 4000, "larger": 4200}
+    asked = [request(id, sites.get(id, 900), due=due) for id, due in dues.items()]
+    pending = [Pending(r, memo.of(r.work).times, 0.0, patience=20) for r in asked]
+    admit(pending, 1)
+    assert [p.id for p in by_urgency(pending)] == ["a", "b", "large", "larger", "never", "late"]
 
 
 def test_a_step_longer_than_a_round_runs_at_the_fastest_degree() -> None:
