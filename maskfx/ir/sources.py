@@ -100,7 +100,9 @@ class Subsites:
 class Lines:
     """A table of the lines of a picture, along `axis`: "x" for its rows, "y" for its columns.
 
-    Of a video: "picture" for its frames, "frames" for the places of all frames.
+    Of a video: "picture" for its frames, "frames" for the places of all frames. Others name the
+    axes, joined by "_", of which a line has all or a part: of "y4far" the place in each of 4 equal
+    parts, of "y4near" all places of one of them.
 
     `part` is "spans", (lines, 2): start and stop of each line's rows, one request after another;
     "order": the row at each place if they lie line by line; "back": the place of each row there;
