@@ -78,8 +78,7 @@ class RankProcess:
 
     def send_block(self, buffers: SharedBuffers, descriptor: int) -> None:
         """Let the process map the buffers of a block; it answers nothing."""
-        self.send("block", buffers)
-        self.child.channel.send_file(descriptor)
+        self.send("block", buffers, file=descriptor)
         self.blocks.add(buffers.number)
 
     def receive(self) -> tuple[object, Exception | None]:

@@ -49,6 +49,8 @@ from maskfx.runtime.processes.channel import Channel, connect_to_parent
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep
 from maskfx.runtime.transport.sent_cache import received
+from maskfx.runtime.transport.shared_tensors import PackedMessage
+from maskfx.runtime.transport.shared_value import received_value
 from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack, unpack
 
 
@@ -236,6 +238,14 @@ class RankState:
         sent.state.put(found)
         return found
 
+    def map_recording(self, number: int, sent: PackedMessage, nbytes: int, file: int) -> None:
+        """Hold a recording whose rows lie in a memory file; if that fails, steps with it do."""
+        try:
+            with suppress(Unsendable):
+                self.caches[number] = received_value(sent.parts, nbytes, file)
+        finally:
+            os.close(file)
+
     def maps(self, buffers: SharedBuffers, descriptor: int) -> bool:
         """Map the buffers of a block; return False if that fails."""
         try:
@@ -255,6 +265,9 @@ def serve(channel: Channel, heartbeat: HeartbeatWriter) -> None:
         answered: tuple[object, Exception | None]
         try:
             what, *rest = unpack(message)
+            if what == "recording":
+                rank.map_recording(rest[0], rest[1], rest[2], channel.receive_file())
+                continue
             if what == "block":
                 if not rank.maps(rest[0], channel.receive_file()):
                     return  # another process takes its place
