@@ -158,7 +158,7 @@ class Alike:
 
     def _changed(self, row: int, changes: Sequence[Floats | None]) -> Floats:
         """Return the change that the judge decides a stretch by, for each patch."""
-        known = self.changes[row]
+        known: Floats = self.changes[row]
         given = [own for own in changes if own is not None]
         if row == 0:
             known[:] = self.inputs
@@ -170,7 +170,8 @@ class Alike:
                     known[part] = own
         if (squares := np.dot(known, known)) == squares:
             return known  # else some change is not a number
-        return np.where(np.isnan(known), self.since[row], known)
+        found: Floats = np.where(np.isnan(known), self.since[row], known)
+        return found
 
 
 class Together:

@@ -68,7 +68,7 @@ def test_a_table_is_looked_up_by_stretch_age_noise_and_change() -> None:
     found = judge.computes(asked)
     for row, patch in np.ndindex(3, 20):
         [level] = change_bins(change[row, patch : patch + 1], 16)
-        own = min(age[row, patch], 4) - 1, int(noise[patch] * 8), level
+        own = min(int(age[row, patch]), 4) - 1, int(noise[patch] * 8), level
         assert found[row, patch] == table[row + 1][own]
     places = judge.places(np.concatenate([age[:1], age]), noise)[1:]  # of all stretches at once
     assert (judge.at(places, change) == found).all()
