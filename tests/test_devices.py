@@ -38,7 +38,7 @@ from maskfx.runtime.execution.replays import has_known_sizes
 from maskfx.runtime.planner.step_planner import StepPlanner
 from maskfx.runtime.steps import AnyStep
 from tests.factories import emulated, masks, served
-from tests.factories.pipelines import PIPES, anew, call_of, picture, square
+from tests.factories.pipelines import PIPES, anew, call_of, flux, picture, pipe_of, square
 from tests.factories.zoo import ZOO, Case, Size, called
 from tests.pipelines.test_fallbacks import verdict
 from tests.runtime.planner.test_step_planner import costs_of
@@ -72,6 +72,10 @@ SLOW_KINDS = [
     "StableDiffusionControlNetInpaintPipeline",
     "FluxKontextPipeline",
 ]
+BUILDS = {  # with a block of each kind
+    KINDS[0]: lambda: pipe_of(KINDS[0], lambda: flux(num_layers=1, num_single_layers=1)),
+    **{name: PIPES[name].build for name in SLOW_KINDS},
+}
 PIPE_CASES = [*KINDS, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_KINDS)]
 
 # where a step may wait for its device, and why
@@ -444,9 +448,9 @@ def test_the_emulated_device_refuses_what_a_gpu_refuses() -> None:
 @cache
 def pipes(name: str) -> tuple[Any, Any]:
     """The compiled pipeline on the device, and on the CPU."""
-    kind = PIPES[name]
-    return maskfx.compile(kind.build().to(DEVICE), quality="all-steps"), maskfx.compile(
-        kind.build(), quality="all-steps"
+    build = BUILDS[name]
+    return maskfx.compile(build().to(DEVICE), quality="all-steps"), maskfx.compile(
+        build(), quality="all-steps"
     )
 
 
@@ -570,7 +574,7 @@ def test_a_fallback_on_a_device_gives_the_picture_of_rows() -> None:
     name = KINDS[0]
     wanted = pixels(pipes(name)[0](**edit_of(name, DEVICE)))
     pipe = anew(
-        name, compiled_pipe=maskfx.compile(PIPES[name].build().to(DEVICE), quality="all-steps")
+        name, compiled_pipe=maskfx.compile(BUILDS[name]().to(DEVICE), quality="all-steps")
     )
     pipe(**edit_of(name, DEVICE))
     with verdict(pipe, "forced"):

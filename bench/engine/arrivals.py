@@ -3,8 +3,9 @@
 They come in blocks, and the sides in turn within each; a run that was stopped goes on with the
 next block. Loads are in parts of the capacity of diffusers in batches, measured before each block,
 for the machine's pace changes; heavy loads are for our sides alone. Sides: diffusers in batches,
-the engine with static batches, with all work in its loop (the paper's strawman), and with encoders
-and VAE in another process.
+the engine with static batches, with all work in its loop (the paper's strawman), with encoders and
+VAE in another process, in the requests' threads, and so with admission by slack, which lets a
+request join the steps of others only where that gains.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from bench.engine.bed import Bench, Request
 from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.engine.placement import InEngineLoop
 from maskfx.runtime.hardware import cpu_threads as giving
+from maskfx.serve.scheduling.slack_admission import SlackAdmission
 
 Blocks = dict[str, list[dict[str, Any]]]  # by load
 
@@ -101,6 +103,10 @@ def sides_of(bench: Bench, group: Sequence[Request], batch: int) -> dict[str, An
         "engine static": lambda: StaticEngine(waiting, running=batch),
         "engine in loop": lambda: maskfx.Engine(waiting, running=2 * batch, outside=InEngineLoop()),
         "engine": lambda: maskfx.Engine(waiting, running=2 * batch, outside=HelperProcesses(1)),
+        "engine in threads": lambda: maskfx.Engine(waiting, running=2 * batch),
+        "engine by slack": lambda: maskfx.Engine(
+            waiting, running=4 * batch, admission=SlackAdmission()
+        ),
     }
     sides = {name: over_engine(make, bench, group) for name, make in ours.items()}
     return {"diffusers static": over_batches(bench, group, batch), **sides}

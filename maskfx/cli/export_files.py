@@ -7,11 +7,11 @@ from pathlib import Path
 
 from maskfx.cli.first_calls import first_calls, without_weights
 from maskfx.errors import InputError
-from maskfx.export.exporter import check_absent, export_module, lay_out, weights_in, written_whole
+from maskfx.export.exporter import check_place, export_module, lay_out, weights_in, written_whole
 from maskfx.export.options import Options
 from maskfx.export.weight_files import WeightFiles
 from maskfx.export.write_denoiser import Exported
-from maskfx.serve.models.model_source import found
+from maskfx.serve.model_folder import found
 
 
 def export_files(model: str | None, dtype: str | None, out: Path, options: Options) -> Exported:
@@ -33,7 +33,7 @@ def export_files(model: str | None, dtype: str | None, out: Path, options: Optio
             f"--no-compare copies the weights as they are, --dtype {dtype} can't apply; leave it "
             "out"
         )
-    check_absent(out)
+    check_place(out)
     done = Exported(out)
     calls = first_calls(folder)
     if not calls:

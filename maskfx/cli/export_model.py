@@ -8,12 +8,12 @@ from pathlib import Path
 from maskfx.cli.export_files import export_files
 from maskfx.cli.try_model import loaded
 from maskfx.errors import InputError
-from maskfx.export.exporter import export_whole
+from maskfx.export.exporter import check_place, export_whole
 from maskfx.export.options import Options
 from maskfx.export.write_denoiser import Exported
 from maskfx.pipelines.call_defaults import NAME as CALL
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.models.model_source import found
+from maskfx.serve.model_folder import found
 
 MODES = ("mask_cache", "dense")
 WHAT = {"capture": "the captured graph and its program were", "graphs": "the exported graphs were"}
@@ -43,6 +43,7 @@ def export_model(
 
 
 def export_run(settings: ServeSettings, out: Path, options: Options) -> Exported:
+    check_place(out)
     model = loaded(settings)
     try:
         done = export_whole(model.family.main.pipe, out, options)

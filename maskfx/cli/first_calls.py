@@ -26,12 +26,12 @@ from maskfx.export.light_parts import LightParts
 from maskfx.export.shell import blank_like
 from maskfx.export.weight_files import WeightFiles
 from maskfx.pipelines.parts.stand_in import find_denoisers, named_arguments
+from maskfx.serve.model_folder import index_of
 from maskfx.serve.models.canvas import Canvas
 from maskfx.serve.models.model_source import (
     LIBRARIES,
     absent_parts,
     import_notices_hidden,
-    index_of,
     library_bars,
     told_by,
 )

@@ -16,8 +16,9 @@ from maskfx.pipelines.observed_runs import observed_run
 from maskfx.runtime.reuse.judge_training import AGREEING, ObservedRun, train_judge
 from maskfx.runtime.reuse.judges import FILE, TableJudge
 from maskfx.serve.config import ServeSettings
+from maskfx.serve.model_folder import found
 from maskfx.serve.models.canvas import Canvas
-from maskfx.serve.models.model_source import found, load_pipeline, told_by
+from maskfx.serve.models.model_source import load_pipeline, told_by
 from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet
 from maskfx.serve.models.warmup import arguments_of, scene
 

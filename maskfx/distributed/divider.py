@@ -43,6 +43,10 @@ class Divider:
             self._exchanges[key] = exchanges_of(self._splits(program)[way], widths)
         return self._exchanges[key]
 
+    def refusal(self, program: Program) -> str:
+        """Return why a program can't be split; "" if it can."""
+        return self._programs.refusal(program)
+
     def exchange_counts(self, program: Program) -> dict[AttentionWay, int]:
         """Return the number of exchanges of a step by the way in which ranks attend."""
         return {way: len(split.exchanges) for way, split in self._splits(program).items()}

@@ -121,4 +121,21 @@ class WholeRequest:
     reload: bool = False
 
 
+@dataclass(frozen=True)
+class WholeResult:
+    """What a rank computed alone.
+
+    Args:
+        results: The results of the members.
+        seconds: The time that it took.
+        cpu: The CPU time that its process took.
+        sent: The bytes that it sent to other ranks: none.
+    """
+
+    results: list[object]
+    seconds: float
+    cpu: float = 0.0
+    sent: int = 0
+
+
 RankRequest = PartRequest | WholeRequest

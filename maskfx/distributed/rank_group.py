@@ -12,7 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from maskfx.compiler.rank_twins import SplitProgram
@@ -23,26 +25,25 @@ from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.exchanges.ring_link import RINGS
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.late_runs import Division, LateRuns, Members, cut_evenly
-from maskfx.distributed.messages import PartRequest, PartResult, RankRequest, WholeRequest
+from maskfx.distributed.messages import PartRequest, PartResult, RankRequest, WholeResult
 from maskfx.distributed.processes import RankFailure, RankProcesses
 from maskfx.distributed.rank_pool import Lease, NoRanks, RankPool
 from maskfx.distributed.rank_step import RankPrograms, joined
 from maskfx.distributed.restarts import Restarts
+from maskfx.distributed.step_runs import ATTEMPTS, StepRuns
 from maskfx.errors import InputError
 from maskfx.ir.head_sources import AttentionWay
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
-from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.execution.executor import Split
 from maskfx.runtime.hardware.cpu_threads import computing_with
-from maskfx.runtime.step_executor import compute_steps
-from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, ValidatedCall, late_exchange
+from maskfx.runtime.steps import AnyStep, ValidatedCall, late_exchange
 from maskfx.runtime.transport.tensor_transport import Unsendable
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 4  # of a step on ranks, before it runs in this process
 LATE_BYTES = 1 << 30
 ADAPTER_BYTES = 1 << 30
 
@@ -92,11 +93,12 @@ class RankGroup:
         self.pool = RankPool(denoiser, ranks, threads, backend, waits, restarts, adapter_bytes)
         self.failures = 0  # steps that ran again because a rank failed
         self.computed_here = 0  # batches computed in this process instead
-        self.last: list[PartResult | None] = []  # by rank, of the last batch that was split
+        self.last: list[PartResult | WholeResult | None] = []  # by rank, of the last batch
         self.joined = True  # border rows travel with moments, unless members are late
-        self.late, self.late_bytes = LateRuns(self._free_ended), late_bytes
+        self.late, self.late_bytes = LateRuns(self.free_ended), late_bytes
         self._programs = RankPrograms(denoiser.settings)
         self.divider = Divider(self._programs)
+        self._runs = StepRuns(self)
         self._sets: dict[tuple[int, ...], RankSet] = {}  # one each, so that their steps keep order
         self._here = threading.Lock()  # one step is computed in this process at a time
 
@@ -135,8 +137,30 @@ class RankGroup:
         return self._sets.setdefault(chosen, RankSet(self, chosen))
 
     def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
-        """Compute steps on all ranks, as a `StepExecutor` does."""
-        return denoiser.step(steps, split=self)
+        """Compute steps on all ranks, as a `StepExecutor` does: whole members first."""
+        with computing_with(1):  # what this thread computes leaves the cores to the ranks
+            return self._runs.run(steps, None, self._dividing)
+
+    def run_on(self, own: RankSet, steps: Sequence[AnyStep]) -> list[Any]:
+        """Compute steps on some of the ranks."""
+        with computing_with(1):
+            if own.divides:
+                return self.denoiser.step(steps, split=own)
+            if len(own.ranks) == 1:
+                return self._runs.on_one(steps, own.ranks, lambda: own)
+            return self._runs.run(steps, own.ranks, partial(self._dividing, ranks=own.ranks))
+
+    def _dividing(self, partition: Partition | None, ranks: tuple[int, ...] | None = None) -> Split:
+        """Return what divides a batch by these shares."""
+        if ranks is None and partition is None:
+            return self
+        if ranks is None:
+            return partial(self.compute, partition=partition)
+        return self.on(ranks, partition)
+
+    def here(self) -> AbstractContextManager[object]:
+        """Let one step at a time be computed in this process."""
+        return self._here
 
     def compute(
         self,
@@ -157,35 +181,15 @@ class RankGroup:
             try:
                 return self._on_ranks(batch, ranks, partition, attention)
             except (NoRanks, RankFailure, Unsendable) as why:
-                if not self._repeats(why):
+                if not self.repeats(why):
                     break
             finally:
                 with self.denoiser.unlocked():
-                    self._free_ended()
+                    self.free_ended()
         self.computed_here += 1
         return None
 
-    def compute_whole(
-        self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep], ranks: Sequence[int]
-    ) -> list[object]:
-        """Compute steps on one rank, dense ones by the module; if that can't be, here."""
-        if not any(map(keeps_rows, steps)):
-            # captured once, here, for all ranks
-            denoiser.compile_for([step for step in steps if not isinstance(step, DenseStep)])
-            for _ in range(ATTEMPTS):
-                try:
-                    with self.pool.lease(ranks[:1]) as lease:
-                        return self._asked_whole(lease, steps)
-                except (NoRanks, RankFailure, Unsendable) as why:
-                    if not self._repeats(why):
-                        break
-                finally:
-                    self._free_ended()
-        self.computed_here += 1
-        with self._here:
-            return compute_steps(denoiser, steps)
-
-    def _repeats(self, why: Exception) -> bool:
+    def repeats(self, why: Exception) -> bool:
         """Note why ranks didn't compute a step; return True if it may succeed on others."""
         if isinstance(why, RankFailure):
             self.failures += 1
@@ -292,7 +296,7 @@ class RankGroup:
         )
         return min(seconds, key=lambda way: seconds[way])
 
-    def _free_ended(self) -> None:
+    def free_ended(self) -> None:
         """Let ranks that are free now free the rows of requests that have ended.
 
         The others do so before their next step.
@@ -335,22 +339,9 @@ class RankGroup:
                 )
         return requests
 
-    def _asked_whole(self, lease: Lease, steps: Sequence[AnyStep]) -> list[Any]:
-        self.pool.save_programs()
-        number = lease.ranks[0]
-        process = lease.processes.all[number]
-        request = WholeRequest(*self.pool.sent(process, steps, [True] * len(steps)))
-        results: list[object] = lease.processes.ask({number: request})[number]
-        return results
-
     def stop(self) -> None:
         """End the ranks; a step in flight and later ones run in this process."""
         self.pool.stop()
-
-
-def keeps_rows(step: AnyStep) -> bool:
-    """Return True for a step that reads rows which steps of the same request replace."""
-    return isinstance(step, EditStep) and isinstance(step.cache, RollingCache)
 
 
 class RankSet:
@@ -368,21 +359,14 @@ class RankSet:
 
     joint = False
 
+    @property
+    def divides(self) -> bool:
+        """Whether it was given how to divide a batch."""
+        return self.partition is not None or self.attention is not None
+
     def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
         """Compute steps, as a `StepExecutor` does: on one rank as a whole, on several divided."""
-        with computing_with(1):  # what this thread computes leaves the cores to the ranks
-            if len(self.ranks) > 1:
-                return denoiser.step(steps, split=self)
-            found = dict.fromkeys(range(len(steps)))
-            for kept in (False, True):
-                own = [n for n, step in enumerate(steps) if keeps_rows(step) == kept]
-                some = [steps[n] for n in own]
-                if some and kept:  # their rows are written in this process
-                    found.update(zip(own, denoiser.step(some, split=self), strict=True))
-                elif some:
-                    results = self.group.compute_whole(denoiser, some, self.ranks)
-                    found.update(zip(own, results, strict=True))
-            return list(found.values())
+        return self.group.run_on(self, steps)
 
     def __call__(
         self,

@@ -33,6 +33,7 @@ from maskfx.distributed.messages import (
     RankRequest,
     SentRolling,
     WholeRequest,
+    WholeResult,
 )
 from maskfx.distributed.rank_step import RankPrograms
 from maskfx.ir.program import Program
@@ -186,9 +187,11 @@ class RankState:
             self.late.finish()
             self.late = None
 
-    def compute_whole(self, request: WholeRequest) -> list[object]:
+    def compute_whole(self, request: WholeRequest) -> WholeResult:
         assert self.denoiser is not None
-        return compute_steps(self.denoiser, self._steps(request))
+        start, cpu = time.perf_counter(), time.process_time()
+        results = compute_steps(self.denoiser, self._steps(request))
+        return WholeResult(results, time.perf_counter() - start, time.process_time() - cpu)
 
     def _steps(self, request: RankRequest) -> list[AnyStep]:
         """Return the steps with their recordings and adapters; drop what isn't needed any more."""

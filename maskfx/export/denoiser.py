@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.annotate import MarkedGraph
 from maskfx.compiler.artifact.artifact import load
 from maskfx.compiler.artifact.graphs import weights_of
 from maskfx.compiler.capture import roles as roles_
@@ -179,9 +178,6 @@ class ExportedPrograms(ProgramCache):
         self, compilation: Compilation, values: list[object], spec: pytree.TreeSpec
     ) -> Compilation:
         return super()._proven(compilation, values, spec) if self._compares else compilation
-
-    def _marked(self, compilation: Compilation, inputs: dict[str, object]) -> MarkedGraph | None:
-        return None
 
 
 def read_compilation(module: nn.Module, graphs: GraphSet) -> tuple[Compilation, ExportedCapture]:

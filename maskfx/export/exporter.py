@@ -9,7 +9,7 @@ import errno
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def export_whole(
     weights: str | Path | None = None,
 ) -> Exported:
     """Write all or nothing of what `export` describes."""
-    check_absent(path)
+    check_place(path)
     found = Exported(path)
     if is_pipeline(model):
         given = {"example_inputs=": inputs is not None, "weights=": weights is not None}
@@ -146,9 +146,23 @@ def export_module(
     write_denoiser(denoiser, folder, options, found, inputs, files, name)
 
 
-def check_absent(path: Path) -> None:
-    if path.exists():
-        raise InputError(f"export: {path} exists; remove it or give another path")
+def check_place(path: Path) -> None:
+    """Raise InputError unless a directory can be made at `path`; leaves nothing there."""
+    made: list[Path] = []
+    try:
+        if path.exists():
+            raise InputError(f"export: {path} exists; remove it or give another path")
+        for each in reversed([one for one in (path, *path.parents) if not one.exists()]):
+            each.mkdir()
+            made.append(each)
+    except OSError as error:
+        raise InputError(
+            f"export: {path} can't be written: {error.strerror}; give a path in a directory that "
+            "you may write to"
+        ) from error
+    finally:
+        for each in reversed(made):
+            each.rmdir()
 
 
 def lay_out(parts: Mapping[str, Path], folder: Path, options: Options) -> None:
@@ -189,6 +203,7 @@ def as_denoiser(
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """Give a directory beside `path` that becomes `path` at the end; after an error it is gone."""
+    absent = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
@@ -203,6 +218,9 @@ def written_whole(path: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        for parent in absent:
+            with suppress(OSError):  # it holds something
+                parent.rmdir()
 
 
 def export_pipeline(pipe: Any, folder: Path, options: Options, found: Exported) -> None:

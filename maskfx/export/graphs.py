@@ -24,7 +24,8 @@ from maskfx.compiler.real_inputs import with_real_inputs
 from maskfx.compiler.rows_export import blank_inputs, export_rows
 from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts, compiled_graphs, outputs_of
-from maskfx.ir.lanes import module_path, shape_hint
+from maskfx.ir.lanes import shape_hint
+from maskfx.ir.nodes import module_path
 from maskfx.ir.program import Program
 
 PARTS = {

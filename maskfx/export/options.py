@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from maskfx.errors import InputError
+from maskfx.export.formats.onnx import check_opset
 from maskfx.export.graphs import PARTS
 from maskfx.export.profiles import read_ranges
 from maskfx.export.tensorrt import ENGINES, import_tensorrt, replace_by_engines
@@ -42,6 +43,8 @@ class Options:
                 raise InputError(f"export: {name}={value!r}; choose one of {', '.join(known)}")
         if self.opset is not None and not self.in_onnx:
             raise InputError(f"export: opset= applies to onnx, not to {self.format}; leave it out")
+        if self.opset is not None:
+            check_opset(self.opset)
         if self.profile and self.format not in BUILT:
             raise InputError(
                 f"export: profile= applies to {' and '.join(BUILT)}, not to {self.format}; leave "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.captured import Capture
@@ -109,11 +109,23 @@ def example_arguments(capture: Capture, shapes: Sequence[Sequence[int]]) -> dict
     ):
         known = node.meta.get("val")
         if leaf.tensor:
-            values.append(example_value(leaf, list(shapes[index]), known.dtype, draw))
+            value = example_value(leaf, list(shapes[index]), known.dtype, draw)
+            values.append(value * 0 if is_index(node) else value)
         else:
             values.append(capture.constants[index] if index in capture.constants else hint(known))
     found: dict[str, object] = pytree.tree_unflatten(values, capture.in_spec)
     return found
+
+
+def is_index(node: fx.Node) -> bool:
+    """Return True if rows of a table are chosen by an argument: the first is always there."""
+    for user in node.users:
+        name = getattr(user.target, "__name__", "").partition(".")[0]
+        if name in ("embedding", "index_select", "index") and node is not user.args[0]:
+            return True
+        if len(user.all_input_nodes) == 1 and is_index(user):
+            return not user.meta["val"].is_floating_point()
+    return False
 
 
 def example_value(

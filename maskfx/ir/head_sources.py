@@ -38,16 +38,17 @@ class HeadSpans:
 
 
 @dataclass(frozen=True)
-class HeadRest:
-    """The places, among all heads of the cached rows of `segments`, of a rank's heads."""
+class HeadShare:
+    """(units, 1, depth): the cached rows of `segments`, of a rank's heads alone."""
 
+    tap: str
     segments: tuple[str, ...]
     heads: int
 
 
 @dataclass(frozen=True)
 class HeadRestSpans:
-    """(units of a row, 2): start and stop of the units that `HeadRest` picks."""
+    """(units of a row, 2): start and stop of the units that `HeadShare` has."""
 
     segments: tuple[str, ...]
     heads: int

@@ -81,11 +81,41 @@ class Experts:
     size: int
 
 
-Atom = Batch | Feature | Frames | Y | X | Tokens | Experts
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the two axes that an axis of the picture is cut into, as a number of equal parts.
+
+    `inner`: the place within a part; else which of the parts it is.
+    """
+
+    axis: Y | X
+    parts: int
+    inner: bool
+
+
+Atom = Batch | Feature | Frames | Y | X | Part | Tokens | Experts
 Dim = tuple[Atom, ...]
 
 PICTURE = (Frames, Y, X)  # the axes of sites, in the order in which sites count
-SITES = (*PICTURE, Tokens)
+SITES = (*PICTURE, Tokens, Part)
+
+
+def site_order(atom: Atom) -> tuple[int, bool]:
+    """Return a key that sorts axes of sites in the order in which sites count."""
+    if isinstance(atom, Part):
+        return SITES.index(type(atom.axis)), atom.inner
+    return SITES.index(type(atom)), False
+
+
+def picture_axes(atoms: Sequence[Atom]) -> list[Frames | Y | X | Part]:
+    """Return the axes of a picture; one of which a value has both parts counts once, as itself."""
+    found: list[Frames | Y | X | Part] = []
+    for atom in atoms:
+        if isinstance(atom, Part) and (pair := replace(atom, inner=not atom.inner)) in found:
+            found[found.index(pair)] = atom.axis
+        elif isinstance(atom, (*PICTURE, Part)):
+            found.append(atom)
+    return found
 
 
 def grid_segment(level: int) -> str:
@@ -181,9 +211,9 @@ class Lane:
     @property
     def segments(self) -> tuple[str, ...]:
         """The segments of the value's row set; () for values without sites."""
-        axes = [a for a in self.atoms() if isinstance(a, PICTURE)]
+        axes = picture_axes(self.atoms())
         tokens = [a for a in self.atoms() if isinstance(a, Tokens)]
-        levels = [a.level for a in axes if not isinstance(a, Frames)]
+        levels = [a.level for a in axes if isinstance(a, (Y, X))]
         if len(tokens) == 1 and not axes:
             return tokens[0].segments
         whole = len(set(levels)) == 1 and len(axes) == len(wanted_axes(axes))
@@ -191,7 +221,7 @@ class Lane:
             return (grid_segment(levels[0]),)
         if not axes and not tokens:
             return ()
-        raise NotLaned(f"it has several site axes: {self}")
+        raise NotLaned(f"it has several site axes, or parts of them: {self}")
 
     @property
     def has_sites(self) -> bool:
@@ -200,8 +230,13 @@ class Lane:
     @property
     def is_half(self) -> bool:
         """Whether the value has some of the image's axes and lacks others."""
-        axes = [a for a in self.atoms() if isinstance(a, PICTURE)]
+        axes = picture_axes(self.atoms())
         return bool(axes) and {type(a) for a in axes} != wanted_axes(axes)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the value has one part of an axis of the image and lacks the other."""
+        return any(isinstance(a, Part) for a in picture_axes(self.atoms()))
 
     def whole(self, level: int = 0) -> Lane:
         """Return the lane over all axes of the image, missing ones spread (broadcast).
@@ -243,15 +278,20 @@ class Lane:
 def at_level(lane: Lane, level: int) -> Lane:
     """Return the lane of an image at another level."""
 
-    def atom(found: Atom) -> Atom:
-        return replace(found, level=level) if isinstance(found, (Y, X)) else found
-
-    return Lane(tuple(tuple(map(atom, dim)) for dim in lane.dims))
+    return Lane(tuple(tuple(atom_at(atom, level) for atom in dim) for dim in lane.dims))
 
 
-def wanted_axes(axes: Sequence[Frames | Y | X]) -> set[type]:
+def atom_at(atom: Atom, level: int) -> Atom:
+    """Return an axis of the image at another level, or another axis as it is."""
+    if isinstance(atom, Part):
+        return replace(atom, axis=replace(atom.axis, level=level))
+    return replace(atom, level=level) if isinstance(atom, (Y, X)) else atom
+
+
+def wanted_axes(axes: Sequence[Frames | Y | X | Part]) -> set[type]:
     """Return the kinds of axes that a value with these ones of an image has if it has them all."""
-    frames = any(isinstance(a, Frames) or a.frames > 1 for a in axes)
+    plain = [a.axis if isinstance(a, Part) else a for a in axes]
+    frames = any(isinstance(a, Frames) or a.frames > 1 for a in plain)
     return {Frames, Y, X} if frames else {Y, X}
 
 
@@ -306,13 +346,16 @@ def atom_name(atom: Atom) -> str:
             return f"y{level}"
         case X(level):
             return f"x{level}"
+        case Part(axis, parts, inner):
+            own = atom_name(axis)
+            return f"{own}/{parts}" if inner else f"{parts} of {own}"
         case Tokens(segments):
             return "+".join(segments)
         case Experts(size):
             return f"{size} experts"
 
 
-# Typed access to the analysis results in a node's metadata.
+# Typed access to what the analyses found out about a node.
 
 
 def lane_of(node: object) -> Lane | None:
@@ -329,11 +372,6 @@ def lanes_of(node: fx.Node) -> tuple[Lane | None, ...] | None:
 
 def set_lane(node: fx.Node, lane: Lane | tuple[Lane | None, ...] | None) -> None:
     node.meta["lane"] = lane
-
-
-def batch_axis(lane: Lane) -> int:
-    """Return the dimension of a value that has one entry per request."""
-    return next(i for i, dim in enumerate(lane.dims) if Batch() in dim)
 
 
 def shape_hint(value: torch.Tensor) -> list[int]:
@@ -358,11 +396,3 @@ def has_no_hint(size: IntLikeType) -> bool:
 def node_shape(node: fx.Node) -> list[int]:
     """Return the sizes of a node's value at capture."""
     return shape_hint(node.meta["val"])
-
-
-def module_path(node: fx.Node) -> str:
-    """Return the path of the module that a node was captured from."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [str(v[0]) for v in stack.values() if v and v[0]]
-    paths = [p for p in paths if not p.startswith("_empty")]
-    return paths[-1] if paths else ""

@@ -36,3 +36,11 @@ def ancestors(nodes: Iterable[fx.Node], sizes: bool = True) -> set[fx.Node]:
             if sizes or node.target is not torch.ops.aten.sym_size.int:
                 stack.extend(node.all_input_nodes)
     return found
+
+
+def module_path(node: fx.Node) -> str:
+    """Return the path of the module that a node was captured from."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [str(v[0]) for v in stack.values() if v and v[0]]
+    paths = [p for p in paths if not p.startswith("_empty")]
+    return paths[-1] if paths else ""

@@ -6,7 +6,7 @@ This file knows nothing about operators or tensors at run time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 
 from maskfx.ir.grids import level_size, part_of
@@ -18,9 +18,11 @@ from maskfx.ir.lanes import (
     Feature,
     Frames,
     Lane,
+    Part,
     Tokens,
     X,
     Y,
+    atom_at,
     filled,
     fixed_count,
     grid_level,
@@ -191,6 +193,8 @@ class Pyramid:
                 return self.hints[level][0]
             case X(level):
                 return self.hints[level][1]
+            case Part(axis, parts, inner):
+                return self.size(axis) // parts if inner else parts
             case Tokens(segments):
                 return sum(self.segment_size(s) for s in segments)
 
@@ -358,8 +362,8 @@ def in_region(lane: Lane, region: int, pyramid: Pyramid) -> Lane:
 
     def atom(found: Atom) -> Atom:
         match found:
-            case Y(level) | X(level):
-                return replace(found, level=pyramid.level_in(region, level))
+            case Y(level) | X(level) | Part(Y(level) | X(level)):
+                return atom_at(found, pyramid.level_in(region, level))
             case Tokens(segments):
                 return Tokens(tuple(map(segment, segments)))
         return found

@@ -1,6 +1,7 @@
 """How views regroup the atoms of a lane, from one level of the image to another.
 
-A site axis splits into a coarser level's axis and features, and such pairs merge back.
+A site axis splits into a coarser level's axis and features, or into a fixed number of parts and
+the places in them, and such pairs merge back.
 """
 
 from __future__ import annotations
@@ -8,19 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from maskfx.ir.lanes import Atom, Dim, Feature, NotLaned, X, Y, atom_name
+from maskfx.ir.lanes import Atom, Dim, Feature, NotLaned, Part, X, Y, atom_name
 from maskfx.ir.pyramid import Level, Pyramid
 
+MOST = 16  # sites along a side of a patch
 
-def regroup(atoms: Iterable[Atom], sizes: Sequence[int], pyramid: Pyramid) -> tuple[Dim, ...]:
+
+def regroup(
+    atoms: Iterable[Atom],
+    sizes: Sequence[int],
+    pyramid: Pyramid,
+    fixed: Sequence[bool] = (),
+) -> tuple[Dim, ...]:
     """Return the dimensions of a view: the same atoms in the same order, regrouped.
 
     Features split where needed. A site axis may split into a coarser level's axis and features
-    (patchify), and such a pair merges back into the finer level's axis (unpatchify).
+    (patchify), and such a pair merges back into the finer level's axis (unpatchify). One whose
+    first part has a size that is `fixed`, whatever the picture's, is cut into that many parts.
     """
-    left = [a for a in atoms if pyramid.size(a) != 1]
+    left = joined_parts([a for a in atoms if pyramid.size(a) != 1])
     dims: list[Dim] = []
-    for size in sizes:
+    all_fixed = bool(fixed) and all(fixed)  # what is written as a size then isn't known
+    fixed = fixed or [False] * len(sizes)
+    for size, is_fixed in zip(sizes, fixed, strict=True):
         dim: list[Atom] = []
         need = size
         while need > 1:
@@ -32,7 +43,7 @@ def regroup(atoms: Iterable[Atom], sizes: Sequence[int], pyramid: Pyramid) -> tu
                 dim.append(atom)
                 need //= have
             elif have % need == 0:
-                first, second = split_atom(atom, need, pyramid)
+                first, second = split_atom(atom, need, pyramid, None if all_fixed else is_fixed)
                 dim.append(first)
                 left.insert(0, second)
                 need = 1
@@ -44,13 +55,30 @@ def regroup(atoms: Iterable[Atom], sizes: Sequence[int], pyramid: Pyramid) -> tu
     return merge_patches(tuple(dims), pyramid)
 
 
-def split_atom(atom: Atom, first: int, pyramid: Pyramid) -> tuple[Atom, Atom]:
-    """Split an atom into a product of two, the first of the given size."""
+def joined_parts(atoms: Sequence[Atom]) -> list[Atom]:
+    """Return atoms in which the parts of an axis and the places in them are the axis again."""
+    found: list[Atom] = []
+    for atom in atoms:
+        before = found[-1] if found else None
+        if isinstance(atom, Part) and atom.inner and before == replace(atom, inner=False):
+            found[-1] = atom.axis
+        else:
+            found.append(atom)
+    return found
+
+
+def split_atom(atom: Atom, first: int, pyramid: Pyramid, fixed: bool | None) -> tuple[Atom, Atom]:
+    """Split an atom into a product of two, the first of the given size.
+
+    `fixed`: whether that is the size for any picture; None if it isn't known.
+    """
     if isinstance(atom, Feature):
         return Feature(first), Feature(atom.size // first)
     if isinstance(atom, (Y, X)):
         patch = pyramid.size(atom) // first
-        if patch > 16:
+        if fixed or fixed is None and patch > MOST:
+            return Part(atom, first, False), Part(atom, first, True)
+        if patch > MOST:
             raise NotLaned(f"{atom_name(atom)} is split into {first} x {patch}")
         coarse = pyramid.derive(Level(parent=atom.level, divide=(patch, patch)))
         return replace(atom, level=coarse), Feature(patch)

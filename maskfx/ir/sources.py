@@ -24,8 +24,8 @@ from maskfx.ir.export_sources import CallSpans as CallSpans
 from maskfx.ir.export_sources import Requests as Requests
 from maskfx.ir.export_sources import RestOwner as RestOwner
 from maskfx.ir.head_sources import ByHead as ByHead
-from maskfx.ir.head_sources import HeadRest as HeadRest
 from maskfx.ir.head_sources import HeadRestSpans as HeadRestSpans
+from maskfx.ir.head_sources import HeadShare as HeadShare
 from maskfx.ir.head_sources import HeadSpans as HeadSpans
 from maskfx.ir.lanes import Lane
 from maskfx.ir.pyramid import Window
@@ -100,7 +100,9 @@ class Subsites:
 class Lines:
     """A table of the lines of a picture, along `axis`: "x" for its rows, "y" for its columns.
 
-    Of a video: "picture" for its frames, "frames" for the places of all frames.
+    Of a video: "picture" for its frames, "frames" for the places of all frames. Others name the
+    axes, joined by "_", of which a line has all or a part: of "y4far" the place in each of 4 equal
+    parts, of "y4near" all places of one of them.
 
     `part` is "spans", (lines, 2): start and stop of each line's rows, one request after another;
     "order": the row at each place if they lie line by line; "back": the place of each row there;
@@ -376,7 +378,7 @@ Source = (
     | RestShareSpans
     | ByHead
     | HeadSpans
-    | HeadRest
+    | HeadShare
     | HeadRestSpans
 )
 
@@ -384,5 +386,6 @@ Source = (
 # tables of indices or weights, which follow from masks and sizes alone
 Spanning = Spans | RestSpans | CallSpans
 Table = Owner | RestOwner | Requests | Calls | Spanning | Reader | Weights | Lines
-Cached = Halo | Rest | Loaded | Kept | RestShare  # rows of the cache as they were recorded
+# rows of the cache as they were recorded
+Cached = Halo | Rest | Loaded | Kept | RestShare | HeadShare
 Tapped = Cached | RestStats | RestSum  # what is made of the rows of a tap

@@ -30,7 +30,7 @@ from maskfx.ops.fused import (
     window_product,
 )
 from maskfx.ops.gather import enter, gather
-from maskfx.ops.heads import from_heads, of_heads, to_heads
+from maskfx.ops.heads import from_heads, to_heads
 from maskfx.ops.kernels import cuda
 from maskfx.ops.kernels.serves import runs_on as has_kernels
 from maskfx.ops.low_rank import add_low_rank
@@ -63,7 +63,7 @@ FUSED = (window_product, norm_activation, gated, modulate, add_gated, attend_pac
 # of graphs that are split over ranks
 EXCHANGES = (
     *(exchange, peer_moments, peer_sums, sum_ranks, attend_part, merge_parts),
-    *(exchange_normed, to_heads, from_heads, of_heads),
+    *(exchange_normed, to_heads, from_heads),
 )
 cuda.register()
 cpu.register()
@@ -99,7 +99,6 @@ __all__ = [
     "modulate",
     "norm_activation",
     "numbers",
-    "of_heads",
     "owner_product",
     "pair_sum",
     "peer_moments",

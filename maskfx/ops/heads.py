@@ -62,17 +62,3 @@ from_heads = define(
         order.shape[0] // heads, heads * units.shape[1], *units.shape[2:]
     ),
 )
-
-
-def _of_heads(rest: Tensor, heads: int, order: Tensor) -> Tensor:
-    """Return the units of cached rows at these places."""
-    return units_of(rest, heads).index_select(0, order)
-
-
-of_heads = define(
-    "of_heads(Tensor rest, int heads, Tensor order) -> Tensor",
-    _of_heads,
-    lambda rest, heads, order: rest.new_empty(
-        order.shape[0], rest.shape[1] // heads, *rest.shape[2:]
-    ),
-)

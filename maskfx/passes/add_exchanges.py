@@ -43,7 +43,7 @@ def add_exchanges(graph: fx.Graph, ctx: PassContext) -> int:
     Before  y = attend(q, k, v, rest_k, rest_v, ...)
     After   y = attend(q, *exchange([k, v]), rest_k, rest_v, ...)
     or      y = merge_parts(attend_part(exchange([q]), k, v, share_k, share_v, ...))
-    or      y = from_heads(attend(*to_heads([q, k, v]), of_heads(rest_k), of_heads(rest_v), ...))
+    or      y = from_heads(attend(*to_heads([q, k, v]), heads_k, heads_v, ...))
     and     y = gather(rows, halo, table)
     becomes y = gather(exchange([rows]), halo, table)
     and     y = group_scale(rows, rest, ...)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from maskfx.ir.head_sources import ByHead, HeadRest, HeadRestSpans, HeadSpans
+from maskfx.ir.head_sources import ByHead, HeadRestSpans, HeadShare, HeadSpans
 from maskfx.ir.lanes import fixed_count, is_image
 from maskfx.ir.sources import Rest, RestSpans, Source
 from maskfx.passes.context import Editor, ops, slug
@@ -43,7 +43,7 @@ def attend_by_heads(
     """Return an attention for whose heads each rank has the rows of all ranks.
 
     Before  y = attend(q, k, v, rest_k, rest_v, ...)
-    After   y = from_heads(attend(*to_heads([q, k, v]), of_heads(rest_k), of_heads(rest_v), ...))
+    After   y = from_heads(attend(*to_heads([q, k, v]), heads_k, heads_v, ...))
 
     Args:
         edit: Inserts before the node.
@@ -73,8 +73,7 @@ def attend_by_heads(
     else:
         (q,), (k, v) = moved([q], queries), moved([k, v], keys)
     last = f"{heads}_heads_{slug(cached.segments)}"
-    order = edit.input(f"rest_{last}", HeadRest(cached.segments, heads))
-    rest = [edit.emit(ops.of_heads, value, heads, order) for value in (rest_k, rest_v)]
+    rest = [own_heads(edit, value, heads) for value in (rest_k, rest_v)]
     spans = [
         *(
             edit.input(f"spans_{heads}_heads_{slug(s)}", HeadSpans(s, heads))
@@ -84,3 +83,10 @@ def attend_by_heads(
     ]
     out = edit.emit(ops.attend, q, k, v, *rest, *spans, *more)
     return edit.emit(ops.from_heads, out, heads, *tables(queries, True), number())
+
+
+def own_heads(edit: Editor, rest: object, heads: int) -> fx.Node:
+    """Return the input with a rank's heads of cached rows."""
+    source = edit.ctx.interface.inputs[str(rest.target)]  # type: ignore[attr-defined]
+    assert isinstance(source, Rest), rest
+    return edit.input(f"heads_{source.tap}", HeadShare(source.tap, source.segments, heads))

@@ -12,7 +12,8 @@ from math import inf, prod
 import networkx as nx
 from torch import fx
 
-from maskfx.ir.lanes import Feature, NotLaned, is_image, lane_of, lanes_of, module_path, set_lane
+from maskfx.ir.lanes import Feature, NotLaned, is_image, lane_of, lanes_of, set_lane
+from maskfx.ir.nodes import module_path
 from maskfx.ir.program import KEYS, Region
 from maskfx.ir.pyramid import in_region
 from maskfx.ir.sources import Given

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from maskfx.ir.lanes import NotLaned, lane_of, lanes_of, module_path, node_shape, set_lane
+from maskfx.ir.lanes import NotLaned, lane_of, lanes_of, node_shape, set_lane
+from maskfx.ir.nodes import module_path
 from maskfx.ir.program import STRETCH, Region
 from maskfx.ir.pyramid import in_region
 from maskfx.passes.context import PassContext, enter_rows, need_lane, op_name

@@ -18,7 +18,9 @@ from maskfx.ir.nodes import ancestors, is_symbol_arithmetic
 from maskfx.ir.program import SideGraph
 from maskfx.ir.sources import Given
 from maskfx.ir.values import is_wrapped
-from maskfx.passes.context import NoRows, PassContext, node_value, op_name
+from maskfx.passes.context import NoRows, PassContext, argument, node_value, op_name
+from maskfx.passes.lane_rules.marker import ATTENTION
+from maskfx.passes.lane_rules.mixing import is_within_rows
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
 
 
@@ -46,7 +48,7 @@ def lift_side_graphs(graph: fx.Graph, ctx: PassContext) -> int:
             if is_main(source, dense) or source.op == "placeholder" or is_symbol_arithmetic(source):
                 continue
             lane = lane_of(source)
-            kept = is_weight(source) or widens(source)
+            kept = (is_weight(source) or widens(source)) and not is_site_mask(source, node)
             if kept and lane is not None and lane.kind == "const":
                 continue
             group = stepwise if source in dense else request
@@ -92,6 +94,16 @@ def is_weight(node: fx.Node) -> bool:
     while op_name(node) in ("select", "unbind", "getitem"):
         node = node.args[0]  # type: ignore[assignment]
     return node.op == "get_attr"
+
+
+def is_site_mask(source: fx.Node, node: fx.Node) -> bool:
+    """Return True for the mask of an attention among sites, whose rows each request picks."""
+    if op_name(node) != ATTENTION or argument(node, 3, "attn_mask") is not source:
+        return False
+    lanes = [lane_of(n) for n in node.args[:3]]
+    known = [lane for lane in lanes if lane is not None]
+    sites = any(lane.has_sites for lane in known)
+    return sites and len(known) == len(lanes) and not is_within_rows(*known)
 
 
 def widens(node: fx.Node) -> bool:

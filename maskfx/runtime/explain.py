@@ -13,8 +13,8 @@ from maskfx.compiler.compile import Compilation, flat_graph
 from maskfx.compiler.rank_twins import SplitProgram, split_program
 from maskfx.config import Settings
 from maskfx.ir.head_sources import AttentionWay, ByHead
-from maskfx.ir.lanes import grid_level, module_path
-from maskfx.ir.nodes import ancestors
+from maskfx.ir.lanes import grid_level
+from maskfx.ir.nodes import ancestors, module_path
 from maskfx.ir.program import Program, SideGraph
 from maskfx.runtime.batch import flops
 from maskfx.runtime.batch.flops import RowSet

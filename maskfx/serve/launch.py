@@ -24,6 +24,7 @@ from maskfx.errors import InputError
 from maskfx.runtime.cache.stores.bounded_calls import open_remote
 from maskfx.serve.config import ServeSettings, is_loopback
 from maskfx.serve.logs import configure_logs
+from maskfx.serve.model_folder import found
 from maskfx.serve.rank_settings import unsupported
 from maskfx.serve.workers.executor import LOCAL, Executor
 
@@ -55,6 +56,7 @@ def serve(settings: ServeSettings) -> int:
         check_key(settings)
         check_ranks(settings)
         check_cache(settings)
+        check_model(settings)
         listener = listen(settings)
         check_descriptors(settings)
         costs = costs_of(settings)
@@ -92,6 +94,16 @@ def check_cache(settings: ServeSettings) -> None:
             open_remote(settings.cache_dir)
         except InputError as error:
             raise LaunchRefusal(f"cache_dir: {error}") from None
+
+
+def check_model(settings: ServeSettings) -> None:
+    """Refuse a model that isn't there; other machines may have folders that this one lacks."""
+    if settings.fake or settings.executor != "processes":
+        return
+    try:
+        found(settings.model)
+    except InputError as error:
+        raise LaunchRefusal(str(error)) from None
 
 
 def listen(settings: ServeSettings) -> socket.socket:

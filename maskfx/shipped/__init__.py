@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from maskfx.errors import InputError
 
 FOLDER = Path(__file__).resolve().parent
@@ -43,6 +41,7 @@ def reference(
         )
     net_folder = None if controlnet is None else trained_for(name, CONTROLNETS, controlnet, folder)
     import diffusers
+    import torch
 
     # weights are stored in 16 bits; without a dtype, each library chooses one for its components
     if "torch_dtype" not in options:

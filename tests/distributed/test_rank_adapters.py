@@ -200,7 +200,7 @@ def test_a_rank_frees_what_it_made_of_adapters() -> None:
             [*map(bytearray, pack([DenseStep(call, adapters), RecordStep(call, adapters)]))]
         )
 
-    results = rank.compute_whole(WholeRequest(steps(own.layers)))
+    results = rank.compute_whole(WholeRequest(steps(own.layers))).results
     rank.compute_whole(WholeRequest(steps(None)))
     wanted = merged(denoiser.module, [own])(**tiny.inputs(1))
     assert error(results[0], wanted) < BOUND

@@ -28,7 +28,7 @@ from tests.runtime.test_changed_inputs import other_inputs
 from tests.runtime.test_stretches import anywhere, denoiser_of
 
 BYTES = 1 << 28
-UNET, FLUX, SD3 = "UNet2DConditionModel-sd15", "FluxTransformer2DModel", "SD3Transformer2DModel"
+UNET, FLUX, SD3 = "UNet2DConditionModel-nomid", "FluxTransformer2DModel", "SD3Transformer2DModel"
 
 
 class Requests:

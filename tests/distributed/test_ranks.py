@@ -175,12 +175,15 @@ def test_each_rank_reads_its_share_of_cached_keys() -> None:
     mask = torch.zeros(16, 16, dtype=torch.bool)
     mask[6:9, 6:9] = True
     loaded = []
-    for way in WAYS[:2]:
+    for way in WAYS:
         split = ThreadRanks(denoiser.settings, shares("equal", 2, 1), way)
         denoiser.step([EditStep(inputs, mask, cache)], split)
-        loaded.append(sum(split.loaded))
-    inactive = 64 - 4  # coarse sites
-    assert loaded[0] - loaded[1] == inactive * 2 * 16 * 4  # a second copy of keys and values
+        loaded.append(split.loaded)
+    keys = (64 - 4) * 2 * 16 * 4  # of the inactive coarse sites
+    gathered, by_rank, by_head = loaded
+    assert sum(gathered) - sum(by_rank) == keys  # a second copy
+    # each rank has read one of two heads of all rows
+    assert [whole - some for whole, some in zip(gathered, by_head, strict=True)] == [keys / 2] * 2
 
 
 def test_members_on_ranks_of_their_own_exchange_nothing_and_load_their_own() -> None:

@@ -168,7 +168,8 @@ def test_wrong_inputs_are_named_as_in_the_manifest(written: Export) -> None:
     [
         ({"format": "tflite"}, "format='tflite'; choose one of onnx, aoti, pt2"),
         ({"part": "half"}, "part='half'; choose one of"),
-        ({"opset": 17}, "opset 17 is older than what PyTorch writes; give 18 or newer"),
+        ({"opset": 17}, "opset 17: PyTorch writes 18 and newer, and the onnx here knows"),
+        ({"opset": 999}, "opset 999: PyTorch writes 18 and newer"),
         ({"opset": 23, "format": "pt2"}, "opset= applies to onnx"),
         ({"operators": True}, "ONNX knows no operators of maskfx"),
     ],
@@ -186,6 +187,16 @@ def test_what_was_not_called_or_exists_is_refused(tmp_path: Path) -> None:
         export(maskfx.compile(tiny()), tmp_path / "x")
     with pytest.raises(maskfx.InputError, match="exists; remove it"):
         export(tiny(), tmp_path, example_inputs=arguments())
+
+
+def test_a_place_that_cant_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (Path("/dev/null/x"), tmp_path / "file" / "deep" / "x"):
+        with pytest.raises(maskfx.InputError, match="x can't be written: Not a directory; give"):
+            export(object(), place)  # type: ignore[arg-type]
+    with pytest.raises(maskfx.InputError, match="expected a pipeline or a denoiser"):
+        export(object(), tmp_path / "new" / "x")  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,16 @@
-"""Tiny denoisers that convolve along lines of sites, and in groups between levels."""
+"""Tiny denoisers that mix sites along lines or in parts, and in groups between levels."""
 
 from __future__ import annotations
 
 from functools import partial
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.factories.own_denoisers import SIZES, WIDTH, conv, layers, own
-from tests.factories.own_transformers import Mixing, tokens
+from tests.factories.own_transformers import HEADS, Mixing, tokens
+from tests.factories.zoo import Size
 
 
 class Along(Mixing):
@@ -56,4 +59,42 @@ own(
         partial(nn.Conv2d, 2 * WIDTH, WIDTH, 1),
     ),
     sizes=SIZES,
+)
+
+
+class Dilated(Mixing):
+    """Attention among sites a part of the picture apart, and within these parts.
+
+    The first is of places that are equal in 4 x 4 parts, as MaxViT's grids are, with a bias; the
+    second within each quarter; the third along the columns, of places half of the height apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(HEADS, 16, 16))
+
+    def attend(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(x)
+        return self.joined(F.scaled_dot_product_attention(q, k, v, bias))
+
+    def mix(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        b, n, c = x.shape
+        (h, w), out = size, x
+        for p, order, bias in (
+            (4, (0, 2, 4, 1, 3, 5), self.bias),
+            (2, (0, 1, 3, 2, 4, 5), None),
+            (2, (0, 2, 3, 4, 1, 5), None),
+        ):
+            grid = out.view(b, p, h // p, p, w // p, c).permute(*order)
+            count = {4: 16, 2: 2 if order[4] == 1 else n // 4}[p]
+            mixed = self.attend(grid.reshape(-1, count, c), bias).view(grid.shape)
+            back = [order.index(i) for i in range(6)]
+            out = out + mixed.permute(*back).reshape(b, n, c)
+        return out
+
+
+own(
+    "dilated-attention",
+    tokens(Dilated),
+    sizes=(Size(1, 16, 16), Size(2, 16, 24), Size(1, 24, 16)),
 )

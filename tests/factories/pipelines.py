@@ -428,7 +428,10 @@ def sd_control(nets: int = 1) -> Arguments:
 
 
 def flux_control() -> Arguments:
-    return {**flux(num_layers=3), "controlnet": tiny("FluxControlNetModel", **FLUX)}
+    """Each residual of the net is for two blocks of the denoiser."""
+    small = {"num_layers": 1, "num_single_layers": 1}
+    net = tiny("FluxControlNetModel", **only(FLUX, **small))
+    return {**flux(**{**small, "num_layers": 2}), "controlnet": net}
 
 
 def spoken() -> Arguments:

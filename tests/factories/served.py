@@ -44,7 +44,7 @@ def projecting_clip(width: int) -> Any:
 
 def sd3_spoken() -> dict[str, Any]:
     return {
-        **pipelines.sd3(),
+        **pipelines.sd3(num_layers=2),
         "text_encoder": projecting_clip(CROSS // 2),
         "tokenizer": pipelines.clip_tokenizer(),
         "text_encoder_2": projecting_clip(CROSS // 2),

@@ -1,4 +1,4 @@
-"""UNets of two levels with one layer each, for pipelines that differ in what is around them."""
+"""UNets of one or two levels with one layer each, for tests of what is around them."""
 
 from typing import Any
 
@@ -20,6 +20,13 @@ SMALL: Arguments = {
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
 }
 SMALL_SD = only(SD15, **SMALL)
+LEAST: Arguments = {
+    "block_out_channels": (16,),
+    "layers_per_block": 1,
+    "down_block_types": ("CrossAttnDownBlock2D",),
+    "up_block_types": ("CrossAttnUpBlock2D",),
+}
+LEAST_SD = only(SD15, **LEAST)
 SMALL_XL = only(SDXL, **SMALL, attention_head_dim=2, transformer_layers_per_block=1)
 
 
@@ -29,6 +36,10 @@ def unet(**changed: Any) -> Any:
 
 def sd(**changed: Any) -> Arguments:
     return {"vae": vae(), "unet": unet(**changed), "scheduler": ddim()}
+
+
+def least_control() -> Arguments:
+    return {**sd(**LEAST), "controlnet": control_net(LEAST_SD)}
 
 
 def sdxl(**changed: Any) -> Arguments:

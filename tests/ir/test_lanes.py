@@ -16,6 +16,7 @@ from maskfx.ir.lanes import (
     Feature,
     Lane,
     NotLaned,
+    Part,
     Tokens,
     X,
     Y,
@@ -120,6 +121,36 @@ def test_regroup_refuses_huge_patches() -> None:
     within = Pyramid(batch=3, base=(34, 34))
     with pytest.raises(NotLaned, match="split into 2 x 17"):
         regroup([Y0, X0], [2, 17, 34], within)
+
+
+def test_regroup_cuts_an_axis_into_parts() -> None:
+    """Windows of sites that lie apart: which part comes first, the place in it second."""
+    fixed = (False, True, False, True, False, True)
+    parts = regroup([B, Y0, X0, F4], [3, 2, 5, 2, 7, 4], pyramid(), fixed)
+    assert str(Lane(parts)) == "[batch, 2 of y0, y0/2, 2 of x0, x0/2, 4]"
+    turned = Lane(tuple(parts[i] for i in (0, 2, 4, 1, 3, 5)))
+    assert turned.segments == ("grid0",)
+    assert not turned.is_half
+    assert not turned.is_cut
+    windows = regroup(turned.atoms(), [105, 4, 4], pyramid(), (False, True, True))
+    assert str(Lane(windows)) == "[batch y0/2 x0/2, 2 of y0 2 of x0, 4]"
+    assert Lane(windows).row_shape() == [4]
+    assert dims([a for dim in parts for a in dim], [3, 140, 4]) == "[batch, y0 x0, 4]"
+
+
+def test_a_part_alone_is_no_row_set() -> None:
+    which, place = (Part(Y0, 2, inner) for inner in (False, True))
+    for some in (((B,), (which,), (X0,)), ((B,), (place,), (Part(X0, 2, True),))):
+        assert Lane(some).is_cut
+        assert Lane(some).is_half
+        with pytest.raises(NotLaned, match="several site axes"):
+            _ = Lane(some).segments
+
+
+def test_regroup_takes_huge_patches_for_parts_at_a_fixed_size() -> None:
+    wide = Pyramid(batch=1, base=(40, 34))
+    parts = regroup([Y0, X0], [2, 20, 2, 17], wide, [True] * 4)
+    assert str(Lane(parts)) == "[2 of y0, y0/2, 2 of x0, x0/2]"
 
 
 @st.composite

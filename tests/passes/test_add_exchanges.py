@@ -35,7 +35,7 @@ def test_adds_exchanges_where_sites_mix(way: AttentionWay) -> None:
     after = ops_of(split.program.module.graph)
     # three convolutions, two ways up, and attention to sites and to the text alone
     assert after["exchange"] == 7 - heads
-    assert (after["to_heads"], after["of_heads"], after["from_heads"]) == (heads, 2 * heads, heads)
+    assert (after["to_heads"], after["from_heads"]) == (heads, heads)
     assert after["merge_parts"] == after["attend_part"] == by_rank
     assert after["attend"] == before["attend"] - by_rank
     assert (after["peer_moments"], after["peer_sums"], after["sum_ranks"]) == (1, 1, 1)

@@ -235,3 +235,31 @@ def test_samples_that_depend_on_each_other_run_dense() -> None:
     assert "2 samples in a list" in reasons
     assert "other results one by one" in reasons
     assert "other results one by one" in found.explain()
+
+
+class Conditions(nn.Module):
+    """A dictionary, and lists of pictures and of a picture's scales, none of which are samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.coarse = nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(1, 8, 1)
+        self.down, self.up = nn.Conv2d(8, 8, 2, 2), nn.ConvTranspose2d(8, 4, 2, 2)
+
+    def forward(self, given: Any, t: Tensor) -> Tensor:
+        x, (fine, coarse) = (given["x"], given["hints"]) if isinstance(given, dict) else given
+        high = self.first(torch.cat([x, fine], 1)) + t[:, None, None, None] / 1000
+        return self.up(F.silu(self.down(high) + self.coarse(coarse)))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_lists_of_other_things_are_no_samples(named: bool) -> None:
+    shapes = (2, 4, 8, 6), (2, 2, 8, 6), (2, 1, 4, 3)
+    x, fine, coarse = (numbers(*shape, seed=i) for i, shape in enumerate(shapes))
+    given = {"x": x, "hints": [fine, coarse]} if named else [x, [fine, coarse]]
+    inputs, module = {"given": given, "t": torch.tensor([3.0, 5.0])}, Conditions().eval()
+    compiled = maskfx.compile(module)
+    _, kept = compiled.record(**inputs)
+    [found] = compiled.edit([maskfx.EditStep(inputs, torch.rand(8, 6) < 0.3, kept)])
+    assert error(found, module(**inputs)) < TOLERANCE
+    assert not compiled.compilations[-1].reasons

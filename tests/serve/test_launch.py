@@ -108,6 +108,14 @@ def test_costs_that_arent_any_are_refused(tmp_path: Path) -> None:
         assert path in said
 
 
+def test_a_folder_that_isnt_there_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
+    for model, why in (("nofolder", "neither a folder"), (str(tmp_path), "no model_index.json")):
+        code, said, _ = refused(model=model)
+        assert code == 2
+        assert said.count("\n") == 1
+        assert why in said
+
+
 def test_a_model_that_cant_be_loaded_ends_the_server() -> None:
     code, said, seconds = refused(model="fake:speed=3")
     assert code == 1

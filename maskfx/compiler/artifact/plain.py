@@ -27,7 +27,8 @@ CLASSES: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         Argument,
-        *(lanes.Batch, lanes.Feature, lanes.Frames, lanes.Y, lanes.X, lanes.Tokens, lanes.Lane),
+        *(lanes.Batch, lanes.Feature, lanes.Frames, lanes.Y, lanes.X, lanes.Part),
+        *(lanes.Tokens, lanes.Lane),
         *(pyramid.Window, pyramid.Level, pyramid.Pyramid),
         *typing.get_args(sources.Source),
         *(program.Region, program.Tap, program.Derived, program.Product, program.Interface),

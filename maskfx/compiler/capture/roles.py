@@ -130,8 +130,18 @@ def primary_path(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -
 
 def samples(primary: str, tensors: Mapping[str, torch.Tensor]) -> int:
     """Return how many samples the image argument lists; 0 if it isn't a list of samples."""
-    argument = primary.partition(".")[0]
-    return sum(p.startswith(f"{argument}.") for p in tensors) if "." in primary else 0
+    argument, _, place = primary.partition(".")
+    entries = [v for p, v in tensors.items() if p.startswith(f"{argument}.")]
+    return len(entries) if place[:1].isdigit() and are_samples(entries) else 0
+
+
+def are_samples(entries: Sequence[object]) -> bool:
+    """Return True if a list's entries may be samples without a batch, which differ in size only.
+
+    Other lists hold several arguments, or the levels of a pyramid.
+    """
+    shapes = [v.shape[:-2] if isinstance(v, torch.Tensor) else None for v in entries]
+    return bool(shapes) and bool(shapes[0]) and all(shape == shapes[0] for shape in shapes)
 
 
 @dataclass(frozen=True)

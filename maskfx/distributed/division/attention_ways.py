@@ -14,7 +14,7 @@ from maskfx.distributed.division.links import LinkCosts, shared_keys
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.division.step_costs import Exchanges, step_seconds
 from maskfx.distributed.division.work import Work
-from maskfx.ir.head_sources import AttentionWay
+from maskfx.ir.head_sources import AttentionWay, HeadShare
 from maskfx.ir.sources import Rest
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
@@ -33,8 +33,8 @@ def attention_seconds(
     """Return, by way, the seconds of the slowest rank, without what all ways have in common.
 
     Keys by rank take as many bytes as gathered keys: queries and partial results are as large as
-    keys and values. A rank then reads its share of the cached keys. Where ranks divide heads, each
-    reads all cached keys, and copies those of its heads.
+    keys and values. A rank then reads its share of the cached keys: of the sites, or, where ranks
+    divide heads, of the columns.
 
     Args:
         splits: The programs of the ways that serve; "gathered" is one.
@@ -59,12 +59,14 @@ def attention_seconds(
             own = replace(own, count=len(split.exchanges))
             loads = -reading(shared_keys(gathered, split)) * (1 - 1 / most)
         elif way == "heads":
-            own, loads = exchanges["heads"], reading(cached_keys(gathered)) / most
+            own = exchanges["heads"]
+            loads = -reading(keys_by_head(gathered, split)) * (1 - 1 / most)
         found[way] = loads + step_seconds(own, members, work, partition, costs, flop)
     return found
 
 
-def cached_keys(split: SplitProgram) -> list[str]:
-    """Return the inputs with cached keys and values of all inactive sites."""
-    inputs = split.program.interface.inputs
-    return [name for name, source in inputs.items() if isinstance(source, Rest)]
+def keys_by_head(gathered: SplitProgram, split: SplitProgram) -> list[str]:
+    """Return the inputs with cached keys and values of which ranks may read some heads."""
+    taps = {s.tap for s in split.program.interface.inputs.values() if isinstance(s, HeadShare)}
+    inputs = gathered.program.interface.inputs.items()
+    return [name for name, s in inputs if isinstance(s, Rest) and s.tap in taps]

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.division.tables import exchange_tables, scaled
-from maskfx.ir.head_sources import ByHead, HeadRest, HeadRestSpans, HeadSpans
+from maskfx.ir.head_sources import ByHead, HeadRestSpans, HeadSpans
 from maskfx.ir.sources import RestSpans
 from maskfx.runtime.sites.active import ActiveSites
 
 Segments = tuple[str, ...]
-HeadTable = ByHead | HeadSpans | HeadRest | HeadRestSpans
+HeadTable = ByHead | HeadSpans | HeadRestSpans
 Tables = dict[object, tuple[Tensor, Tensor, Tensor]]
 
 
@@ -50,10 +50,6 @@ def head_table(source: HeadTable, layout: HeadRows, known: Tables) -> Tensor:
             spans = layout.table(RestSpans(segments))
             counts = (spans[:, 1::2] - spans[:, ::2]).sum(1).tolist()
             return unit_spans(counts, [len(own) for own in own_heads(layout, heads)])
-        case HeadRest(segments, heads):
-            each = layout.table(RestSpans(segments)).tolist()
-            cached = [torch.arange(span[0], span[-1]) for span in each]
-            return units(cached, own_heads(layout, heads), heads)
 
 
 def head_exchange(

@@ -32,8 +32,8 @@ from maskfx.ir.sources import (
     Enter,
     Exchanged,
     Halo,
-    HeadRest,
     HeadRestSpans,
+    HeadShare,
     HeadSpans,
     Kept,
     KeySpans,
@@ -241,7 +241,7 @@ class RankLayout(Layout):
                 return self._picking(source)
             case Lines() | ReadLines():
                 return rank_lines(source, self)
-            case ByHead() | HeadSpans() | HeadRest() | HeadRestSpans():
+            case ByHead() | HeadSpans() | HeadRestSpans():
                 return head_table(source, self, self._exchanges)
         return super().table(source)
 
@@ -314,6 +314,9 @@ class RankLayout(Layout):
 
     # Rows of arguments and of the cache.
 
+    def heads(self, member: int, count: int) -> range:
+        return range(*self.partition.stretch(member, self.rank, count))
+
     def index(self, member: int, segment: str) -> Tensor | None:
         start, stop = self.stretch(member, segment, self.rank)
         if stop - start == self.sites[member].count(segment):
@@ -334,16 +337,16 @@ class RankLayout(Layout):
                 return self._extras(lines, lambda s: s.rest(segment))
             case RestShare(_, segments):
                 return [s.laid_out(segments, self._rest_part(m)) for m, s in enumerate(self.sites)]
-            case Rest() | Kept():
-                own = self.partition.has_part
-                picks = enumerate(super().picks(source))
-                return [index if own(m, self.rank) else index[:0] for m, index in picks]
+            case Rest() | Kept() | HeadShare():
+                own = [self.partition.has_part(m, self.rank) for m in range(len(self.sites))]
+                picks = zip(own, super().picks(source), strict=True)
+                return [index if there else index[:0] for there, index in picks]
         raise AssertionError(f"no rows are picked for {source}")
 
     def _extras(self, reader: Reader, cached: Callable[[ActiveSites], Tensor]) -> list[Tensor]:
         """Return, for each member, those of the cached rows that a reader reads."""
-        pairs = enumerate(self.sites)
-        return [cached(s)[self.read(reader, m, self.rank).extra] for m, s in pairs]
+        reads = (self.read(reader, member, self.rank) for member in range(len(self.sites)))
+        return [cached(s)[read.extra] for s, read in zip(self.sites, reads, strict=True)]
 
     def _loaded(self, member: int, before: Segments, after: Segments) -> Tensor:
         sites, out, base = self.sites[member], [torch.arange(0)], 0
@@ -373,18 +376,10 @@ class RankLayout(Layout):
 
         return part
 
-    def order(self, segments: Segments, with_rest: bool) -> list[Tensor]:
-        """Return, per member, the sources of this rank's queries, or of the keys that it reads."""
-        key = segments, with_rest
-        if key not in self._orders:
-            self._orders[key] = [
-                self._order_here(m, s, segments, with_rest) for m, s in enumerate(self.sites)
-            ]
-        return self._orders[key]
-
     def _order_here(
         self, member: int, sites: ActiveSites, segments: Segments, keys: bool
     ) -> Tensor:
+        """Return the sources of this rank's queries, or of the keys that it reads."""
         if keys:
             whole = self._order_of(sites, segments, True)
             return whole if self.partition.has_part(member, self.rank) else whole[:0]

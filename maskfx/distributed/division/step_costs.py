@@ -13,7 +13,7 @@ from maskfx.distributed.division.links import LinkCosts
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.division.work import Work, rank_flops
 from maskfx.ir.lanes import fixed_count, is_image, is_text
-from maskfx.ir.lines import APART
+from maskfx.ir.lines import is_apart
 from maskfx.ir.sources import ByHead, Exchanged, Neighbours, Reader, SameLines
 from maskfx.runtime.batch.member import Member
 
@@ -80,7 +80,7 @@ def reads_all(reader: Reader | None) -> bool:
     """Return True if ranks read nearly all rows: of lines that lie across their shares, too."""
     match reader:
         case SameLines(axis):
-            return axis in APART
+            return is_apart(axis)
         case Neighbours(window):
             return window.depth > 1 and window.kernel == (1, 1)  # each place in all frames
     return reader is None

@@ -28,8 +28,10 @@ NEW_AXIS = {aten.unsqueeze.default, aten.stack.default}
 SHAPES = {aten.reshape.default, aten.view.default, aten.expand.default, aten._unsafe_view.default}
 SAME = {
     *(aten.clone.default, aten.contiguous.default, aten.alias.default, aten.neg.default),
-    *(aten.add.Tensor, aten.sub.Tensor),
+    *(aten.add.Tensor, aten.sub.Tensor, aten.index.Tensor, aten.pad_sequence.default),
 }
+PADS = {aten.constant_pad_nd.default, aten.pad.default}
+FILLS = ("constant", None, 0)  # with zeros
 CASTS = {
     *(aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout),
     *(aten.detach.default, aten.lift_fresh_copy.default, aten.detach_.default),
@@ -100,6 +102,19 @@ class ComplexPairs:
         elif node.target in SHAPES:
             node.args = (node.args[0], [*node.args[1], 2])  # type: ignore[misc]
             self._keep(node)
+        elif node.target is aten.repeat.default:
+            node.args = (node.args[0], [*node.args[1], 1])  # type: ignore[misc]
+            self._keep(node)
+        elif node.target in PADS and all(each in FILLS for each in node.args[2:]):
+            node.args = (node.args[0], [0, 0, *node.args[1]], *node.args[2:])  # type: ignore[misc]
+            self._keep(node)
+        elif node.target is aten.gather.default:
+            self._gather(node)
+        elif node.target is aten.where.self and all(arg in self.ranks for arg in node.args[1:]):
+            with self.graph.inserting_before(node):
+                each = self._call(aten.unsqueeze.default, node.args[0], -1)
+            node.args = (each, *node.args[1:])
+            self._keep(node)
         elif node.target is aten.permute.default:
             rank = self.ranks[node.args[0]]  # type: ignore[index]
             axes = [int(axis) % rank for axis in node.args[1]]  # type: ignore[union-attr, arg-type]
@@ -160,6 +175,15 @@ class ComplexPairs:
         places = [a.name for a in schema if a.name in given and not a.kwarg_only]
         node.args = tuple(given[a.name] for a in schema[: len(places)])
         node.kwargs = {a.name: given[a.name] for a in schema if a.kwarg_only and a.name in given}
+
+    def _gather(self, node: fx.Node) -> None:
+        """Let an index of numbers choose both parts of each."""
+        source, axis, index = node.args[:3]
+        with self.graph.inserting_before(node):
+            each = self._call(aten.unsqueeze.default, index, -1)
+            each = self._call(aten.expand.default, each, [*[-1] * node.meta["val"].dim(), 2])
+        node.args = (source, int(axis) % self.ranks[source], each)  # type: ignore[index, arg-type]
+        self._keep(node)
 
     def _multiply(self, node: fx.Node) -> None:
         a, b = node.args

@@ -51,11 +51,7 @@ class OnnxWriter:
     ) -> None:
         self._times = PartTimes() if times is None else times
         self.directory, self.opset = directory, OPSET if opset is None else opset
-        if self.opset < OLDEST:
-            raise InputError(
-                f"export: opset {self.opset} is older than what PyTorch writes; give {OLDEST} or "
-                f"newer ({OPSET} is the first with attention as one operator)"
-            )
+        check_opset(self.opset)
         self._onnx = imported("onnx")
         self._ir = imported("onnx_ir")
         self._passes = import_module("onnx_ir.passes.common")
@@ -175,6 +171,17 @@ class OnnxWriter:
             )
 
 
+def check_opset(opset: int) -> None:
+    """Raise InputError for a version of ONNX that can't be written or isn't known here."""
+    newest = imported("onnx").defs.onnx_opset_version()
+    if not OLDEST <= opset <= newest:
+        raise InputError(
+            f"export: opset {opset}: PyTorch writes {OLDEST} and newer, and the onnx here knows "
+            f"those up to {newest}; give one of these ({OPSET} is the first with attention as one "
+            "operator)"
+        )
+
+
 class Translatable(ExportedProgram):
     """An exported program that is traced again only if an operator has no translation.
 
@@ -197,16 +204,18 @@ class Translatable(ExportedProgram):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what the exporter reports about itself."""
-    log = logging.getLogger("torch.onnx")
-    before = log.level
-    log.setLevel(logging.ERROR)
+    """Silence what the exporter and the passes of onnx_ir report about themselves."""
+    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnx_ir")]
+    before = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.setLevel(before)
+        for log, level in zip(logs, before, strict=True):
+            log.setLevel(level)
 
 
 @contextmanager

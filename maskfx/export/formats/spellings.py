@@ -14,6 +14,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from maskfx.export.formats.complex_numbers import spell_complex
+from maskfx.export.formats.regions import inline_regions
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -26,6 +27,7 @@ Number = int | fx.Node  # a size: known, or a node that computes it
 def spell(program: ExportedProgram) -> None:
     """Change a program's graph in place; it computes the same."""
     graph = program.graph_module.graph
+    inline_regions(program.graph_module)
     drop_idle_squeezes(graph)
     spell_attention(program.graph_module)
     spell_complex(program)
@@ -66,14 +68,16 @@ def spell_casts(graph: fx.Graph) -> None:
 def spell_attention(module: fx.GraphModule) -> None:
     """Spell attention as the translation to ONNX accepts it.
 
-    It wants four axes, a mask with all queries, and grouped heads only where queries have more
-    heads than keys.
+    It wants four axes, a mask with all queries, and grouped heads where queries have more heads
+    than keys and only there.
     """
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
         q, k = (value.meta["val"] for value in node.args[:2])
         if q.dim() == 4 and q.shape[1] == k.shape[1] and "enable_gqa" in node.kwargs:
             node.kwargs = {n: v for n, v in node.kwargs.items() if n != "enable_gqa"}
+        elif q.dim() == 4 and q.shape[1] != k.shape[1]:  # one head of keys for all
+            node.kwargs = {**node.kwargs, "enable_gqa": True}
         widen_mask(node)
         if q.dim() == 3:
             with graph.inserting_before(node):

@@ -12,7 +12,7 @@ import numpy as np
 from maskfx.export.host.arrays import Bools, Index
 from maskfx.export.host.layout import HostLayout, Size
 from maskfx.ir.grids import Floats, full_window, mask_at, window_weights
-from maskfx.ir.lines import APART, Numbered, by_count, line_count, lines_of, lines_of_each
+from maskfx.ir.lines import Numbered, by_count, is_apart, line_count, lines_of, lines_of_each
 
 Place = tuple[int | None, int]  # a level (None: packed tokens), and a region
 
@@ -153,7 +153,7 @@ class Sites:
         else:
             index = self.window(window)[1] if window else self.rest(name)
         found = lines_of(axis, index, grid)
-        if axis not in APART:
+        if not is_apart(axis):
             return found, count
         masked = np.flatnonzero(self.mask_at((self._base(segment.level), 0)))
         return by_count((lines_of(axis, masked, grid), count), found), count

@@ -21,6 +21,7 @@ def canonicalize_composites(graph: fx.Graph, ctx: PassContext) -> int:
     Before  y = glu(x, 1); z = prelu(x, slopes); s = sort(x, 1)[0]
     After   y = slice(x, 1, 0, n) * sigmoid(slice(x, 1, n, 2 n)); z = where(x > 0, x, slopes * x)
     and     s = gather(x, 1, argsort(x, 1))
+    and     v, i = max(x, 1) becomes v = amax(x, 1); i = argmax(x, 1)
     Keeps   sizes that aren't numbers, where these are cut.
     """
     count = 0
@@ -196,6 +197,27 @@ def sort(spell: Speller, node: fx.Node) -> fx.Node | None:
     return node
 
 
+def extreme(spell: Speller, node: fx.Node) -> fx.Node | None:
+    """Rewrite values and indices along an axis, which one operator returns, to two operators."""
+    largest = node.target is aten.max.dim
+    if not largest and node.target is not aten.min.dim:
+        return None
+    if any(user.target is not operator.getitem for user in node.users):
+        return None
+    source, axis, keep = node.args[0], argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
+    for user in list(node.users):
+        own = Speller(spell.graph, user)
+        if user.args[1] == 0:
+            values = aten.amax.default if largest else aten.amin.default
+            own.replace(own.emit(values, source, [axis], keep))
+        else:
+            own.replace(
+                own.emit((aten.argmax if largest else aten.argmin).default, source, axis, keep)
+            )
+    spell.graph.erase_node(node)
+    return node
+
+
 def argsort(spell: Speller, node: fx.Node) -> fx.Node | None:
     """Name the axis by position, as operators do that run along one."""
     if len(node.args) > 1 or node.kwargs.get("stable"):
@@ -213,6 +235,8 @@ REWRITES: dict[str, Rewrite] = {
     "glu": glu,
     "index": index,
     "matmul": by_vector,
+    "max": extreme,
+    "min": extreme,
     "mm": mm,
     "mv": by_vector,
     "one_hot": one_hot,

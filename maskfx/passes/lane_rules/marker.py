@@ -347,8 +347,8 @@ class Marker:
             clean = [() if d is None else d for d in adopted]
             if lane is None or tuple(clean) != lane.dims:
                 known = self.own(node, Lane(tuple(clean)))
-                if known is None:
-                    raise NotLaned(f"its input {node} has no axis that requests could lie along")
+                if known is None or isinstance(known, Lane) and known.is_cut:
+                    raise NotLaned(f"its input {node} lies along no axis that requests could")
                 set_lane(node, known)
         return dims
 

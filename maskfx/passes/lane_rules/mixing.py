@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import fx
 
 from maskfx.ir.lanes import (
+    PICTURE,
     SITES,
     Batch,
     Dim,
@@ -15,12 +15,15 @@ from maskfx.ir.lanes import (
     Frames,
     Lane,
     NotLaned,
+    Part,
     X,
     Y,
+    atom_at,
     merged,
     node_shape,
     same_dim,
     set_lane,
+    site_order,
 )
 from maskfx.passes.context import argument, op_name
 from maskfx.passes.lane_rules.frames import attends_by_frame
@@ -136,20 +139,35 @@ def is_within_rows(q: Lane, k: Lane, v: Lane) -> bool:
     )
 
 
-# what a line's sites lie along: a row, a column, a place in all frames, or one frame as a whole
-LINES = {(X,): "x", (Y,): "y", (Frames,): "frames", (Y, X): "picture"}
+NAMES = {Frames: "frames", Y: "y", X: "x"}
 
 
 def line_axis(q: Lane, k: Lane, v: Lane) -> str:
-    """Return the axis along which the sites of each line attend, of `LINES`; "" for others."""
-    found = {LINES.get(tuple(map(type, lane.dims[-2])), "") for lane in (q, k, v)}
+    """Return the axis along which the sites of each line attend, see `Lines`; "" for others."""
+    found = {along(lane) for lane in (q, k, v)}
     alike = len(q.dims) == len(k.dims) == len(v.dims) and len(found) == 1
     if not alike or any(lane.is_half for lane in (q, k, v)):
         return ""
-    if found == {"picture"} and not any(isinstance(a, Frames) for a in q.atoms()):
-        return ""
     outer = [[base_dim(d) for d in lane.dims[:-2]] for lane in (q, k, v)]
     return found.pop() if outer[0] == outer[1] == outer[2] else ""
+
+
+def along(lane: Lane) -> str:
+    """Return what the lines are along which the keys' or queries' dimension lies; "" for others.
+
+    It is a row, a column, a place in all frames, one frame as a whole, or parts of these.
+    """
+    own, every = lane.dims[-2], [a for a in lane.atoms() if isinstance(a, SITES)]
+    known = all(isinstance(a, (*PICTURE, Part)) for a in every)
+    if not known or list(own) != sorted(own, key=site_order) or len(own) in (0, len(every)):
+        return ""
+    words = []
+    for atom in own:
+        axis = atom.axis if isinstance(atom, Part) else atom
+        kind = ("near" if atom.inner else "far") if isinstance(atom, Part) else ""
+        words.append(NAMES[type(axis)] + (f"{atom.parts}{kind}" if isinstance(atom, Part) else ""))
+    name = "_".join(words)
+    return "picture" if name == "y_x" else name
 
 
 def check_line_mask(node: fx.Node, q: Lane) -> None:
@@ -168,7 +186,7 @@ def check_line_mask(node: fx.Node, q: Lane) -> None:
 
 def base_dim(dim: Dim) -> Dim:
     """Return a dimension whose axes of the picture are those of any level."""
-    return tuple(replace(a, level=0) if isinstance(a, (X, Y)) else a for a in merged(dim))
+    return tuple(atom_at(a, 0) for a in merged(dim))
 
 
 def read_by_few(m: Marker, node: fx.Node, q: Lane, k: Lane, v: Lane) -> Lane:

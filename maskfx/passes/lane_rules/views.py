@@ -15,7 +15,9 @@ rule = Rules()
 
 @rule(*VIEWS)
 def view(m: Marker, node: fx.Node) -> Lane:
-    return Lane(regroup(m.need(node.args[0]).atoms(), node_shape(node), m.ctx.pyramid))
+    fixed = [isinstance(size, int) for size in node.meta["val"].shape]
+    atoms = m.need(node.args[0]).atoms()
+    return Lane(regroup(atoms, node_shape(node), m.ctx.pyramid, fixed))
 
 
 @rule("permute")

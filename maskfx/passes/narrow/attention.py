@@ -21,7 +21,9 @@ from maskfx.ir.lanes import (
     is_image,
     lane_of,
     node_shape,
+    site_order,
 )
+from maskfx.ir.lines import is_apart
 from maskfx.ir.pyramid import Window
 from maskfx.ir.sources import CallSpans, Given, Halo, LinePairs, Lines, Pairs, Rest
 from maskfx.passes.context import (
@@ -203,7 +205,7 @@ def by_line(
     window: Window | None = None,
 ) -> fx.Node:
     """Sort rows by line, or back; along picture rows, and in frames, they are sorted."""
-    if axis in ("x", "picture"):
+    if not is_apart(axis):
         return rows
     return edit.emit(aten.index_select.default, rows, 0, edit.lines(part, lane, axis, window))
 
@@ -369,9 +371,9 @@ def attention_bias(
     """
     if mask is None:
         return None, (1, False)
-    order = [SITES.index(type(a)) for a in queries.dims[-2] if isinstance(a, SITES)]
+    order = [site_order(a) for a in queries.dims[-2] if isinstance(a, SITES)]
     if order != sorted(order):
-        raise Unsupported(edit.node, "it has a mask, and its tokens count column by column")
+        raise Unsupported(edit.node, "it has a mask, and its tokens count in another order")
     given = given_mask(edit, mask)
     shape = node_shape(mask)
     heads = mask_heads(edit.node, shape[:-2], queries)

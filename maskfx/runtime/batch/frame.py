@@ -25,6 +25,7 @@ from maskfx.ir.sources import (
     Down,
     Given,
     Halo,
+    HeadShare,
     Kept,
     LinePairs,
     Loaded,
@@ -165,6 +166,9 @@ class Frame:
             source = self.interface.inputs[name]
             if not isinstance(source, Cached):
                 continue
+            if isinstance(source, HeadShare):
+                found[name] = self.recorded.head_bytes(source, self.picks_of(name, source), members)
+                continue
             pairs = self.stored(name, members)
             found[name] = sum(
                 picked_bytes(rows, index) for rows, index in pairs if self._loads(rows, copies)
@@ -238,6 +242,8 @@ class Frame:
             case Given(_, _, lane):
                 own = (self.layout.index(m, s) for s in lane.segments for m in range(len(members)))
                 return [index for index in own if index is not None]
+            case HeadShare():
+                return []  # on CPUs alone
             case Halo() | Rest() | Loaded() | Kept() | RestShare():
                 if self.recorded.shared(source, partial(self.picks_of, name, source), members):
                     return []  # the places are there already
@@ -280,7 +286,7 @@ class Frame:
                 if origin != "request":
                     return self.gather(values, lane)
                 return self._kept(name, values, lambda: self.gather(values, lane))
-            case Halo() | Rest() | Loaded() | Kept() | RestShare():
+            case Halo() | Rest() | Loaded() | Kept() | RestShare() | HeadShare():
                 return self.recorded.pick(source, partial(self.picks_of, name, source), members)
             case RestStats(tap, segments):
                 return self.recorded.stats(tap, segments, members)

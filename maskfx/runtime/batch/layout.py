@@ -20,6 +20,7 @@ from maskfx.ir.sources import (
     CallSpans,
     Enter,
     Halo,
+    HeadShare,
     Kept,
     Lines,
     Loaded,
@@ -77,6 +78,10 @@ class Layout:
         sites = self.sites[member]
         return None if sites.full or not is_image(segment) else sites.active(segment)
 
+    def heads(self, member: int, count: int) -> range:
+        """Return the heads of keys, of this number, of which a member's are read here."""
+        return range(count)
+
     def on_host(self, source: object) -> bool:
         """Return True for tables that Python reads."""
         if isinstance(source, Lines):
@@ -101,7 +106,7 @@ class Layout:
         match source:
             case Halo(_, window):
                 return [s.window(window)[1] for s in self.sites]
-            case Rest(_, segments):
+            case Rest(_, segments) | HeadShare(_, segments):
                 if segments not in self._indices:
                     self._indices[segments] = [s.laid_out(segments, s.rest) for s in self.sites]
                 return self._indices[segments]
@@ -132,8 +137,15 @@ class Layout:
         """Return, per member, the sources of a joint axis' rows: active ones, then the rest."""
         key = segments, with_rest
         if key not in self._orders:
-            self._orders[key] = [self._order_of(s, segments, with_rest) for s in self.sites]
+            self._orders[key] = [
+                self._order_here(m, s, segments, with_rest) for m, s in enumerate(self.sites)
+            ]
         return self._orders[key]
+
+    def _order_here(
+        self, member: int, sites: ActiveSites, segments: tuple[str, ...], keys: bool
+    ) -> Tensor:
+        return self._order_of(sites, segments, keys)
 
     def _order_of(self, sites: ActiveSites, segments: tuple[str, ...], with_rest: bool) -> Tensor:
         active, rest, base = [torch.arange(0)], [], 0

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from maskfx.ir.lanes import grid_level, of_each
 from maskfx.ir.lines import (
-    APART,
     Index,
     Numbered,
     by_count,
+    is_apart,
     line_count,
     line_table,
     lines_of,
@@ -37,7 +37,7 @@ def numbered(source: Lines, sites: ActiveSites) -> Numbered:
         return lines_of_each(each[0], 0 if rest else sites.count(each[1]))
     grid, count = grid_of(segment, sites), count_lines(source.segments, source.axis, sites)
     found = lines_of(source.axis, sites_of(source, sites), grid)
-    if source.axis not in APART:
+    if not is_apart(source.axis):
         return found, count
     # queries and keys may have other active sites, but lines have one number for both
     masked = sites.active(*sites.pyramid.base_segments(source.segments)).numpy()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskfx.ir.lanes import Lane, batch_axis, fixed_count, grid_segment
+from maskfx.ir.lanes import Batch, Lane, fixed_count, grid_segment
 from maskfx.ir.program import Interface
 from maskfx.ir.source_sizes import row_set
 from maskfx.ir.sources import (
@@ -151,7 +151,7 @@ class PaddedFrame:
 
     def _samples(self, value: Tensor, lane: Lane) -> Tensor:
         """Return values of requests with zeros for those of padding."""
-        axis = batch_axis(lane)
+        axis = next(i for i, dim in enumerate(lane.dims) if Batch() in dim)
         each = lane.features(axis)
         more = (self.padded_requests - self.requests) * each
         sizes = [0, 0] * (value.dim() - 1 - axis) + [0, more]

@@ -13,8 +13,9 @@ from torch import Tensor
 from maskfx.errors import CacheError
 from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Interface
-from maskfx.ir.sources import Cached
+from maskfx.ir.sources import Cached, HeadShare, Rest
 from maskfx.ops import wide
+from maskfx.runtime.batch.head_rows import head_bytes, pick_heads, units_at, units_of
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.rows import index_rows
@@ -71,6 +72,8 @@ class RecordedRows:
             members: The members.
             take: Picks rows.
         """
+        if isinstance(source, HeadShare):
+            return self._heads(source, picks, members)
         tap, shared = source.tap, self.shared(source, picks, members)
         if shared is not None:
             buffer, places = shared
@@ -87,6 +90,42 @@ class RecordedRows:
         if not out:
             return self._nothing(tap)
         return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _heads(self, source: HeadShare, picks: Picks, members: Sequence[Member]) -> Tensor:
+        """Return the units of the heads that are read here, request by request."""
+        heads, at, out = source.heads, 0, []
+        rest = Rest(source.tap, source.segments)
+        shared = self.shared(rest, picks, members)
+        for number, (member, index) in enumerate(zip(members, picks(), strict=True)):
+            own = self.layout.heads(number, heads)
+            if member.cache is None or not len(index):
+                continue
+            if shared is None:
+                held = self.of(member.cache, source.tap)
+                out.append(pick_heads(held, index, heads, own, self.tables).flatten(0, 1))
+                continue
+            buffer, places = shared
+            for _ in range(member.batch):
+                part = places[at : at + len(index)]
+                out.append(units_of(buffer, units_at(part, heads, own), heads))
+                at += len(index)
+        if out:
+            return moved(out[0] if len(out) == 1 else torch.cat(out), self.device)
+        kept = self.interface.taps[source.tap]
+        shape = (kept.shape[0] // heads, *kept.shape[1:])
+        return torch.empty(0, *shape, dtype=kept.dtype, device=self.device)
+
+    def head_bytes(
+        self, source: HeadShare, picks: Sequence[Tensor], members: Sequence[Member]
+    ) -> int:
+        """Return the bytes of the columns that are read of the cached rows of a source."""
+        total = 0
+        for number, (member, index) in enumerate(zip(members, picks, strict=True)):
+            if member.cache is not None and len(index):
+                own = self.layout.heads(number, source.heads)
+                rows = self.of(member.cache, source.tap)
+                total += head_bytes(rows, len(index), source.heads, len(own))
+        return total
 
     def _held(
         self, tap: str, picks: Picks, members: Sequence[Member]

@@ -17,10 +17,12 @@ from maskfx.ir.lanes import (
     Feature,
     Frames,
     Lane,
+    Part,
     Tokens,
     X,
     Y,
     is_image,
+    site_order,
 )
 from maskfx.ir.program import Tap
 from maskfx.runtime.batch.layout import Layout
@@ -62,7 +64,7 @@ def canonical(value: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:
             sizes.append(atom_size(atom, sites))
             if isinstance(atom, SITES):
                 order_s.append(i)
-    order_s.sort(key=lambda i: SITES.index(type(atoms[i])))  # sites count row by row
+    order_s.sort(key=lambda i: site_order(atoms[i]))  # sites count row by row
     features = [i for i, a in enumerate(atoms) if isinstance(a, Feature)]
     given = [1 if is_spread(a) else n for a, n in zip(atoms, sizes, strict=True)]
     wide = value.reshape(given).expand(sizes).permute([*order_b, *order_s, *features])
@@ -84,6 +86,8 @@ def atom_size(atom: object, sites: ActiveSites) -> int:
             return sites.grid(level)[0]
         case X(level):
             return sites.grid(level)[1]
+        case Part(axis, parts, inner):
+            return atom_size(axis, sites) // parts if inner else parts
         case Tokens(segments):
             return sum(sites.count(s) for s in segments)
     raise AssertionError(atom)
@@ -208,7 +212,7 @@ def split_axes(full: Tensor, lane: Lane, sites: ActiveSites) -> SplitAxes:
         full.numel() // known if isinstance(atom, Batch) else atom_size(atom, sites)
         for atom in atoms
     )
-    own = sorted(axes(*SITES), key=lambda i: SITES.index(type(atoms[i])))
+    own = sorted(axes(*SITES), key=lambda i: site_order(atoms[i]))
     return SplitAxes(tuple(sizes), axes(Batch), tuple(own), axes(Feature))
 
 

@@ -21,7 +21,7 @@ from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.captured import groups_of, joined
 from maskfx.compiler.capture.roles import Roles, observed_sizes
 from maskfx.compiler.compile import Compilation
-from maskfx.ir.lanes import SITES, Batch, Lane, is_image, lane_of, lanes_of
+from maskfx.ir.lanes import SITES, Batch, Lane, is_image, lane_of, lanes_of, site_order
 from maskfx.ir.objects import copied_tree
 from maskfx.ir.values import copies, same_values
 from maskfx.runtime.backends.graph_function import find
@@ -263,7 +263,7 @@ class SitePair:
         """Lay a mask out as a value: sites are counted row by row, a value may be column-major."""
         if len(axes) < 2:
             return active
-        kinds = [SITES.index(type(lane.atoms()[axis])) for axis in axes]
+        kinds = [site_order(lane.atoms()[axis]) for axis in axes]
         order = sorted(range(len(kinds)), key=kinds.__getitem__)
         laid = active.view([sizes[i] for i in order])
         return laid.permute([order.index(i) for i in range(len(order))])

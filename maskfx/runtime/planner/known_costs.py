@@ -54,9 +54,6 @@ class KnownCosts:
             self._found[program.code] = costs or self._measured(program, step)
         return self._found[program.code]
 
-    def knows(self, program: Program) -> bool:
-        return self.given is not None or program.code in self._found
-
     def describe(self) -> str:
         """Return where the costs come from."""
         if self.given is not None:

@@ -1,72 +1,18 @@
-"""Choices that fit a template's byte budgets: on the device, in host memory, on disk.
+"""Choices that fit a template's byte budgets.
 
-A choice's data can be in any tier: it then loads at that tier's bandwidth and counts against that
-tier's budget. `restrict` finds the selection with the fastest plan among all that fit, and keeps
-its choices and those that store nothing: later plans, for any batch, choose among these.
+`restrict` finds the selection with the fastest plan among all that fit, and keeps its choices and
+those that store nothing: later plans, for any batch, choose among these.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from maskfx.errors import InputError
 from maskfx.runtime.planner.plan import Plan, plan
 from maskfx.runtime.planner.timeline import NOW, BlockChoice, BlockTimes, Start
-
-
-@dataclass(frozen=True)
-class StorageTier:
-    """A tier for cached data; without `bytes_per_second` it is the device, with nothing to load."""
-
-    name: str
-    budget_bytes: float
-    bytes_per_second: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.budget_bytes >= 0:
-            raise InputError(
-                f"tier {self.name!r}: budget_bytes={self.budget_bytes!r}; give 0 or more"
-            )
-
-
-def in_tiers(choice: BlockChoice, tiers: Sequence[StorageTier]) -> tuple[BlockChoice, ...]:
-    """Return the choice once per tier, with its data and extra data there.
-
-    A choice without data is returned unchanged. The bytes kept are the bytes loaded: whole tensors
-    of a template, as stored.
-    """
-    if not (choice.load_bytes or choice.extra_bytes):
-        return (choice,)
-    placed = []
-    for number, tier in enumerate(tiers):
-        kept = tuple(choice.load_bytes * (i == number) for i in range(len(tiers)))
-        extra = tuple(choice.extra_bytes * (i == number) for i in range(len(tiers)))
-        named = f"{choice.name}@{tier.name}"
-        there = replace(choice, name=named, kept_bytes=kept, extra_kept=extra)
-        if tier.bytes_per_second is None:
-            there = replace(there, load_bytes=0.0, load_seconds=0.0)
-            placed.append(replace(there, extra_bytes=0.0, extra_seconds=0.0))
-        else:
-            placed.append(there.over(tier.bytes_per_second))
-    return tuple(placed)
-
-
-def placed_in(blocks: Sequence[BlockTimes], tiers: Sequence[StorageTier]) -> tuple[BlockTimes, ...]:
-    """Return the blocks with every choice once per tier."""
-    if not tiers:
-        raise InputError("no tiers; name at least one place for the cache")
-    return tuple(
-        replace(
-            block,
-            members=tuple(
-                tuple(there for choice in choices for there in in_tiers(choice, tiers))
-                for choices in block.members
-            ),
-        )
-        for block in blocks
-    )
 
 
 def restrict(

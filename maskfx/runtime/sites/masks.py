@@ -74,13 +74,6 @@ class Masks:
         inside = not bool((mask & ~self.ever).any()) and not bool((self.always & ~mask).any())
         return inside or not bool(mask.any()) or bool(mask.all())
 
-    def same_as(self, other: Masks | None) -> bool:
-        return (
-            other is not None
-            and torch.equal(self.ever, other.ever)
-            and torch.equal(self.always, other.always)
-        )
-
 
 StatsKey = tuple[tuple[str, ...], int]
 

@@ -7,7 +7,7 @@ values, scales, the sites that rows belong to, masks and outputs. Knows nothing 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from maskfx.ir.program import Interface, Program
 from maskfx.runtime.batch import flops
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.explain import amount, output_dtype, table
+from maskfx.runtime.explain import output_dtype
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.masks import Masks, Reach, find_reach
 
@@ -150,21 +150,3 @@ class Footprint:
 
     def _all(self, segments: tuple[str, ...]) -> int:
         return sum(self.sites.count(s) for s in segments if is_image(s))
-
-
-def footprint_table(
-    footprints: Mapping[str, Footprint], steps: int = 1, branches: int = 1
-) -> Iterator[str]:
-    """Yield an aligned table of a template's bytes by use, for all encodings of each footprint."""
-    columns: list[dict[str, int]] = []
-    head = ["kept"]
-    for name, footprint in footprints.items():
-        for how in ENCODINGS:
-            columns.append(footprint.kinds(encoding_of(how, footprint.program.interface)))
-            head.append(f"{name}, {how}" if name else how)
-    kinds = list(dict.fromkeys(kind for column in columns for kind in column))
-    rows = [head]
-    for kind in kinds:
-        rows.append([kind, *(amount(c.get(kind, 0) * steps * branches) for c in columns)])
-    rows.append(["together", *(amount(sum(c.values()) * steps * branches) for c in columns)])
-    yield from table(rows)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.roles import EACH_FRAME, Argument
+from maskfx.compiler.capture.roles import EACH_FRAME, Argument, are_samples
 from maskfx.ir.lru import LruCache
 
 VIEWS = 512  # kept: arguments cut for a sample, so that the same argument gives the same tensor
@@ -27,7 +27,7 @@ def count_listed(inputs: Mapping[str, object]) -> int:
         if isinstance(value, Tensor) and value.dim() >= 3:
             return 0
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
-            return len(value) if value[0].dim() >= 3 else 0
+            return len(value) if are_samples(value) else 0
     return 0
 
 

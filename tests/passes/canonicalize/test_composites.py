@@ -50,6 +50,8 @@ CASES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "looked up from behind": ("index", lambda x: x + MATRIX[x.argmax(1) - 4].movedim(-1, 1)),
     "hot": ("one_hot", lambda x: x + F.one_hot(x.argmax(1), 4).movedim(-1, 1)),
     "sorted": ("sort", lambda x: x.sort(1, descending=True).values + x.sort(1).indices),
+    "greatest": ("max", lambda x: x * x.max(1, keepdim=True)[0] + x.max(1, True).indices),
+    "least": ("min", lambda x: x + x.min(1)[1][:, None] * x.min(dim=1).values[:, None]),
     "order": ("argsort", lambda x: x.mT.movedim(1, -1).argsort().movedim(-1, 1).mT + x),
 }
 

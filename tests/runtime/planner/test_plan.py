@@ -17,7 +17,7 @@ from maskfx.runtime.planner.bounds import best_mix
 from maskfx.runtime.planner.plan import QUICK, WIDTHS, plan
 from maskfx.runtime.planner.problem import tables_of
 from maskfx.runtime.planner.search import undominated
-from maskfx.runtime.planner.storage_budget import StorageTier, placed_in, restrict
+from maskfx.runtime.planner.storage_budget import restrict
 from maskfx.runtime.planner.timeline import (
     NOW,
     BlockChoice,
@@ -508,25 +508,13 @@ def test_restriction_loses_least(seed, tiers):
 
 
 def test_templates_share_a_budget():
-    full, cached = BlockChoice("all", 0, 0, 3.0, True, True), BlockChoice("kv", 4, 0, 1.0)
-    blocks = placed_in([BlockTimes(((full, cached),))] * 4, [StorageTier("device", 24)])
+    full = BlockChoice("all", 0, 0, 3.0, True, True)
+    cached = BlockChoice("kv", 4, 0, 1.0, kept_bytes=(4.0,))
+    blocks = [BlockTimes(((full, cached),))] * 4
     for templates, ends in ((1, 4.0), (2, 6.0), (6, 10.0), (7, 12.0)):
         left, found = restrict(blocks, [24.0], templates)
         assert found.end == ends
         assert sum(len(block.members[0]) - 1 for block in left) == min(4, 24 // (4 * templates))
-
-
-def test_a_choice_lies_in_each_tier():
-    tiers = [StorageTier("device", 8), StorageTier("host", 100, 4.0), StorageTier("disk", 100, 1.0)]
-    choice = BlockChoice("kv", 8, 0, 1.0, extra_bytes=4)
-    (block,) = placed_in([BlockTimes(((BlockChoice("all", 0, 0, 3.0), choice),))], tiers)
-    names = [(c.name, c.load_seconds, c.kept_bytes) for c in block.members[0]]
-    assert names == [
-        ("all", 0.0, ()),
-        ("kv@device", 0.0, (8, 0, 0)),
-        ("kv@host", 2.0, (0, 8, 0)),
-        ("kv@disk", 8.0, (0, 0, 8)),
-    ]
 
 
 # Bad input
@@ -566,8 +554,6 @@ ONE = BlockChoice("all", 0, 0, 1.0)
         ),
         (lambda: restrict([BlockTimes(((ONE,),))], []), "0 budgets"),
         (lambda: restrict([BlockTimes(((ONE,),))], [-1]), "budget 0 is -1"),
-        (lambda: placed_in([BlockTimes(((ONE,),))], []), "no tiers"),
-        (lambda: StorageTier("host", -1), "budget_bytes=-1"),
     ],
 )
 def test_refuses(make, words):

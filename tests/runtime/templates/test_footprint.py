@@ -10,7 +10,7 @@ from maskfx import Masks
 from maskfx.errors import MissingRequest
 from maskfx.runtime.cache.quantize import LOSSLESS, Format
 from maskfx.runtime.sites.masks import find_reach
-from maskfx.runtime.templates.footprint import ENCODINGS, Footprint, encoding_of, footprint_table
+from maskfx.runtime.templates.footprint import ENCODINGS, Footprint, encoding_of
 from tests.factories import masks
 from tests.factories.planned import compiled, recorded
 
@@ -37,9 +37,6 @@ def test_counts_what_a_recording_holds(name: str) -> None:
             attended = {t for t, f in encoding.taps.items() if f is Format.INT4}
             assert bool(attended) == (how == "4bit")
         assert footprint.alone * batch == sum(t.nbytes for t in cache.output)
-        lines = list(footprint_table({"here": footprint}, 50, 2))
-        assert "here, lossless" in lines[0]
-        assert lines[-1].startswith("together")
         rows = sum(footprint.taps(LOSSLESS).values())
         assert sum(footprint.levels(LOSSLESS).values()) == rows
 

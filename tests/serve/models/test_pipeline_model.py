@@ -747,6 +747,6 @@ def test_a_hub_id_that_isnt_there_is_refused() -> None:
 def test_without_a_model_and_without_shipped_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(maskfx.serve.models.model_source.shipped, "names", list)
+    monkeypatch.setattr(maskfx.serve.model_folder.shipped, "names", list)
     with pytest.raises(InputError, match="ships none"):
         PipelineModel(ServeSettings(), print)

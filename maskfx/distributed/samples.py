@@ -1,0 +1,157 @@
+"""StepSamples: steps of several samples, such as the branches of guidance, as one of each sample.
+
+Ranks compute samples without an exchange. Knows nothing of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from maskfx.compiler.capture import roles as roles_
+from maskfx.errors import MaskfxError
+from maskfx.ir.lru import LruCache
+from maskfx.ir.objects import holds_objects
+from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, is_fixed, late_exchange
+from maskfx.runtime.validation.sample_arguments import count_listed, join_results
+from maskfx.runtime.validation.validate import expand_timesteps
+
+KINDS = 256  # kept: shapes of calls of which it is known whether samples can be computed alone
+VIEWS = 512  # kept: arguments of a sample, so that equal arguments give the same tensors
+
+
+class StepSamples:
+    """Cuts steps of one denoiser into those of their samples.
+
+    A dense step is cut if the module gives its samples the same results alone (it is run to find
+    out, once for all calls of the same kind), an edit if its program serves the samples. Recordings
+    stay whole, and so do edits that replace the rows which they read, and steps whose exchanges may
+    be late.
+    """
+
+    def __init__(self, denoiser: CompiledDenoiser) -> None:
+        self._denoiser = denoiser
+        self._apart: LruCache[Hashable, bool] = LruCache(KINDS)
+        self._views: LruCache[Hashable, tuple[Tensor, Tensor]] = LruCache(VIEWS)
+        # the parts of recordings, which ranks know by number
+        self._caches: MutableMapping[StepCache, list[StepCache]] = WeakIdKeyDictionary()
+
+    def of(self, step: AnyStep) -> list[AnyStep]:
+        """Return the steps of each sample, or the step itself."""
+        if late_exchange(step) is not None or not (isinstance(step, DenseStep) or is_fixed(step)):
+            return [step]
+        if isinstance(step, EditStep) and not cuttable(step):
+            return [step]
+        calls = self._arguments(step.inputs)
+        if len(calls) < 2:
+            return [step]
+        samples: list[AnyStep]
+        if isinstance(step, DenseStep):
+            samples = [replace(step, inputs=call) for call in calls]
+            return samples if self._alike(samples) else [step]
+        assert isinstance(step, EditStep)
+        if step.cache.sizes.get("batch") != len(calls):
+            return [step]
+        caches = self._parts(step.cache, len(calls))
+        samples = [
+            replace(step, inputs=call, cache=cache, rows=False)
+            for call, cache in zip(calls, caches, strict=True)
+        ]
+        return samples if self._served(step, samples) else [step]
+
+    def _arguments(self, inputs: Mapping[str, object]) -> list[dict[str, object]]:
+        """Return the arguments of each sample; [] if they aren't known."""
+        try:
+            given = expand_timesteps(inputs)
+            if count_listed(given):
+                return []
+            _, values, spec = roles_.flatten(given)
+            if holds_objects(spec):  # the module may write into them
+                return []
+            leaves = roles_.infer(self._denoiser.module, given, self._denoiser.roles)
+            batch = roles_.observed_sizes(leaves, values)["batch"]
+        except MaskfxError:  # the step itself is refused, with the reason
+            return []
+        axes = [roles_.batch_axis(leaf.roles) for leaf in leaves]
+        return [
+            pytree.tree_unflatten(
+                [
+                    value if axis is None else self._part(value, axis, number, batch, leaf.step)
+                    for value, axis, leaf in zip(values, axes, leaves, strict=True)
+                ],
+                spec,
+            )
+            for number in range(batch)
+        ]
+
+    def _part(self, value: Tensor, axis: int, number: int, batch: int, fresh: bool) -> Tensor:
+        """Return a sample's part of an argument.
+
+        What doesn't change from step to step gives the same tensor in each, so that results which
+        are computed from it once per request stay known.
+        """
+        each = value.shape[axis] // batch
+
+        def view() -> tuple[Tensor, Tensor]:
+            return value, value.narrow(axis, number * each, each)
+
+        if fresh or value.is_inference():
+            return view()[1]
+        return self._views.find((id(value), value._version, axis, number, batch), view)[1]
+
+    def _alike(self, samples: Sequence[AnyStep]) -> bool:
+        """Return True if the module computes these calls alone as it does together."""
+        groups = self._denoiser.alike(
+            [sample.inputs for sample in samples], [sample.adapters for sample in samples]
+        )
+        return len(groups) == 1
+
+    def _served(self, step: EditStep, samples: Sequence[AnyStep]) -> bool:
+        """Return True if an edit's program serves each of its samples."""
+        values, spec = pytree.tree_flatten(dict(step.inputs))
+        kind = (spec, step.cache.program, *map(shape_of, values))
+        return self._apart.find(kind, lambda: self._same_program([step, *samples]))
+
+    def _same_program(self, steps: Sequence[AnyStep]) -> bool:
+        self._denoiser.compile_for(steps)
+        with self._denoiser.locked():
+            groups = list(self._denoiser.groups(steps))
+        if len(groups) != 1 or len(groups[0][1]) < len(steps):
+            return False
+        whole, *parts = (member.batch for member in groups[0][2])
+        return parts == [1] * whole
+
+    def _parts(self, cache: StepCache, count: int) -> list[StepCache]:
+        found = self._caches.get(cache)
+        if found is None:
+            found = self._caches[cache] = [cache.of_elements([n]) for n in range(count)]
+        return found
+
+
+def cuttable(step: EditStep) -> bool:
+    """Return True if the parts of an edit's recording can be those of its samples."""
+    return type(step.cache) is StepCache and step.choice is None and bool(step.mask.any())
+
+
+def shape_of(value: object) -> Hashable:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (type(value),)
+
+
+def join_samples(counts: Sequence[int], results: Sequence[object]) -> Iterator[object]:
+    """Yield the result of each step from those of its samples.
+
+    Args:
+        counts: The number of samples of each step.
+        results: Those of all samples, in order.
+    """
+    at = 0
+    for count in counts:
+        own = results[at : at + count]
+        yield own[0] if count == 1 else join_results(own, listed=False)
+        at += count
