@@ -14,7 +14,8 @@ A batch of dense requests of one denoiser, each of one of three sizes in turn. S
 Asked for: 1.3 times the better of one size at a time and padding where launches count (many small
 requests), and never below it. CPU time, because machines are shared; sides take turns. Results of
 rows and of patch_batch are compared with the module's. `sd3, real width` has latents of pictures
-of 512, 768 and 1024 pixels, and one block. Writes results/patches-mixed.json, or another name.
+of 512, 768 and 1024 pixels, and one block; `smaller` of half as many pixels along a side. Writes
+results/patches-mixed.json, or another name.
 """
 
 from __future__ import annotations
@@ -81,6 +82,9 @@ CASES = {
     "small, few": Case("small, few", sd3(16, 2), (8, 12, 16), 6, True),
     "sd3": Case("sd3", sd3(128, 2), (64, 96, 128), 3, False),
     "sd3, real width": Case("sd3, real width", wide_sd3(128, 1), (64, 96, 128), 3, False),
+    "sd3, real width, smaller": Case(
+        "sd3, real width, smaller", wide_sd3(64, 1), (32, 48, 64), 3, False
+    ),
     "sdxl": Case("sdxl", sdxl(32, 1), (16, 24, 32), 3, False),
 }
 

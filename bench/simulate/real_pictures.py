@@ -68,6 +68,9 @@ Row = dict[str, Any]
 class FixedBatches:
     """Starts the oldest request, and those of its size, when no other steps any more."""
 
+    def acts(self, dues: Sequence[float]) -> bool:
+        return True
+
     def decide(
         self, now: float, waiting: Sequence[RoundCall], active: Sequence[RoundCall], slots: int
     ) -> AdmissionDecision:
@@ -145,27 +148,15 @@ class Bed:
                 alone[pixels] = min(took)
                 inside = seen[-1].ended - seen[0].began
                 around.append(((1.0, float((pixels // SITE) ** 2)), max(0.0, took[-1] - inside)))
-            seen.clear()
-            began = time.perf_counter()
-            crowd = [
-                engine.submit(self.pipe, **self.call(SIZES[n % 3], n, (DENSE, HALF)[n // 3 % 2]))
-                for n in range(2 * SLOTS)
-            ]
-            for ticket in crowd:
-                ticket.result()
-            mixed = time.perf_counter() - began
-            began = time.perf_counter()
-            crowd = [
-                engine.submit(self.pipe, **self.call(SIZES[n % 3], n, DENSE))
-                for n in range(2 * SLOTS)
-            ]
-            for ticket in crowd:
-                ticket.result()
-            rate = len(crowd) / (time.perf_counter() - began)
+            for _ in range(2):  # sizes and kinds of steps compile in the first crowd
+                seen.clear()
+                mixed = self.seconds_of(engine, lambda n: (DENSE, HALF)[n // 3 % 2])
+            steps = list(seen)
+            rate = 2 * SLOTS / self.seconds_of(engine, lambda n: DENSE)
         print(f"alone {alone}, {rate:.2f} requests/s, a mixed crowd in {mixed:.1f} s", flush=True)
         rows = [
             (Composition.of(members_of(step)), step.ended - before.ended)
-            for before, step in zip(seen, seen[1:], strict=False)
+            for before, step in zip(steps, steps[1:], strict=False)
         ]
         found, r2 = least_squares(rows)
         base, per_site = least_squares(around)[0]
@@ -174,6 +165,17 @@ class Bed:
             **named, around_base=base, around_per_site=per_site, decode_share=0.5, r2=r2
         )
         return alone, rate, costs
+
+    def seconds_of(self, engine: maskfx.Engine, quality: Callable[[int], maskfx.Quality]) -> float:
+        """Return how long a crowd of all sizes takes that is there at once."""
+        began = time.perf_counter()
+        crowd = [
+            engine.submit(self.pipe, **self.call(SIZES[n % 3], n, quality(n)))
+            for n in range(2 * SLOTS)
+        ]
+        for ticket in crowd:
+            ticket.result()
+        return time.perf_counter() - began
 
     def serve(self, side: str, arrivals: Sequence[Demand]) -> Row:
         """Return the share in time of what an engine makes of these arrivals."""

@@ -31,6 +31,14 @@ class AdmissionDecision:
 class AdmissionPolicy(Protocol):
     """Decides which prepared requests begin their steps; called by one thread at a time."""
 
+    def acts(self, dues: Sequence[float]) -> bool:
+        """Return whether it decides now; if not, the requests that wait begin at once.
+
+        Args:
+            dues: The deadlines of all requests that wait or step; infinite where there is none.
+        """
+        ...
+
     def decide(
         self, now: float, waiting: Sequence[RoundCall], active: Sequence[RoundCall], slots: int
     ) -> AdmissionDecision:

@@ -9,7 +9,7 @@ are, so the engine doesn't import the server; without maskfx[serve] requests alw
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from math import isfinite
 from typing import Literal
@@ -36,18 +36,13 @@ class DefaultAdmission:
         self._looked_up = False
         self._measured = 0  # steps
 
-    @property
-    def has_measured(self) -> bool:
-        """Return True if enough steps were measured to predict others."""
-        return self._measured >= MEASURED
-
-    def acts(self, dues: Iterable[float]) -> bool:
-        """Return True if there is a policy, and a deadline among those of the present requests."""
+    def acts(self, dues: Sequence[float]) -> bool:
+        """Return True if a request has a deadline, and enough steps were measured to predict it."""
         if not any(map(isfinite, dues)):
             return False
         if not self._looked_up:
             self._looked_up, self.policy = True, slack_admission()
-        return self.policy is not None
+        return self.policy is not None and self._measured >= MEASURED
 
     def decide(
         self, now: float, waiting: Sequence[RoundCall], active: Sequence[RoundCall], slots: int

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from math import isfinite
 
 from maskfx.engine.admission_policy import AdmissionDecision, AdmissionPolicy, check
 from maskfx.engine.default_admission import Default, DefaultAdmission
@@ -41,14 +42,20 @@ class StepAdmission:
         self._active: dict[Ticket, RoundCall] = {}  # admitted, with steps left
         self._decided: Hashable = None  # what the last decision was about
         self._made = 0  # steps
+        self._watching = False  # whether the policy has acted, or may when it has seen more steps
         self._ended: tuple[float, set[Ticket]] = 0.0, set()  # the last step: end, requests going on
         self._gaps: deque[float] = deque(maxlen=GAPS)  # seconds between two steps
 
     def select(self, now: float, parked: Sequence[ParkedCalls]) -> list[ParkedCalls]:
         """Return the calls that may be in the next step; those dropped have an error."""
         self._forget()
-        if self._at_once({p.ticket for p in parked} | self._admitted):
+        dues = [ticket.due for ticket in {p.ticket for p in parked} | self._admitted]
+        acts = self.policy.acts(dues)
+        if not acts:
             self._admitted.update(p.ticket for p in parked)
+        # a policy that doesn't act yet may do so at the next step
+        self._watching |= acts or any(map(isfinite, dues))
+        if not self._watching:
             return list(parked)
         new = [p for p in parked if p.ticket not in self._admitted]
         for p in parked:
@@ -64,7 +71,7 @@ class StepAdmission:
         if going and going <= {p.ticket for p in batch}:  # none of them was waited for in vain
             self._gaps.append(max(0.0, step.began - ended))
         self._made += 1
-        if isinstance(self.policy, DefaultAdmission) and self.policy.policy is None:
+        if not self._watching:
             return
         for p in batch:
             known = self._active.get(p.ticket)
@@ -82,11 +89,6 @@ class StepAdmission:
         if loads:
             between = statistics.median(self._gaps) if self._gaps else 0.0
             self.policy.learn(loads, step.seconds + between)
-
-    def _at_once(self, tickets: Collection[Ticket]) -> bool:
-        """Return True if all requests begin at once, because no policy acts."""
-        policy = self.policy
-        return isinstance(policy, DefaultAdmission) and not policy.acts([t.due for t in tickets])
 
     def _forget(self) -> None:
         self._estimates.forget()
@@ -124,12 +126,9 @@ class StepAdmission:
         if not waiting:
             return
         calls = {call.id: call for call in waiting}
-        if isinstance(self.policy, DefaultAdmission) and not self.policy.has_measured:
-            decision = AdmissionDecision(tuple(calls))
-        elif len(active) > self.slots:  # they began before there was a deadline
+        if len(active) > self.slots:  # they began before the policy acted
             return
-        else:
-            decision = self._decision(now, waiting, active)
+        decision = self._decision(now, waiting, active)
         for number in decision.starts:
             self._admitted.add(by_id[number].ticket)
             self._active[by_id[number].ticket] = calls[number]

@@ -75,6 +75,9 @@ class FakeEstimates:
 class AtOnce:
     """First come, first served."""
 
+    def acts(self, dues: Sequence[float]) -> bool:
+        return True
+
     def decide(
         self, now: float, waiting: Sequence[RoundCall], active: Sequence[RoundCall], slots: int
     ) -> AdmissionDecision:
@@ -334,12 +337,11 @@ def test_by_default_slack_decides_where_there_are_deadlines() -> None:
 def test_one_deadline_has_slack_decide_about_requests_without() -> None:
     policy = DefaultAdmission()
     assert not policy.acts([inf, inf])
+    for _ in range(MEASURED):
+        assert not policy.acts([inf, 5.0])  # until enough steps were measured
+        policy.learn([StepLoad(10, 64)], 0.5)
     assert policy.acts([inf, 5.0])
     assert not policy.acts([inf])
-    assert not policy.has_measured
-    for _ in range(MEASURED):
-        policy.learn([StepLoad(10, 64)], 0.5)
-    assert policy.has_measured
 
 
 def test_without_the_servers_packages_requests_begin_at_once(

@@ -96,13 +96,13 @@ class PatchChoice:
         """Return True if the judge is asked about a stretch, by its input."""
         return not self.follows(stretch - 1)
 
-    def take(self, row: int) -> Mask:
-        """Return the sites of what a stretch computes."""
-        key = self.computed[row].tobytes()
-        if key not in self._masks:
-            self._masks[key] = self.mask_of(self.computed[row])
-        self.chosen.append(self._masks[key])
-        return self._masks[key]
+    def take(self, row: int, key: bytes) -> Mask:
+        """Return the sites of what a stretch computes; `key` is that, as bytes."""
+        mask = self._masks.get(key)
+        if mask is None:
+            mask = self._masks[key] = self.mask_of(self.computed[row])
+        self.chosen.append(mask)
+        return mask
 
 
 class Alike:
@@ -132,6 +132,10 @@ class Alike:
         self.call = first.call if alone else np.repeat([c.call for c in choices], counts)
         ends = np.cumsum(counts).tolist()
         self.parts = [slice(end - own, end) for end, own in zip(ends, counts, strict=True)]
+        # a table is looked up by age and noise for all stretches at once
+        self._places = (
+            self.judge.places(self.age, self.noise) if isinstance(self.judge, TableJudge) else None
+        )
         for choice, part in zip(choices, self.parts, strict=True):
             choice.computed, choice.changes = self.computed[:, part], self.changes[:, part]
 
@@ -139,22 +143,35 @@ class Alike:
         """Return the sites that a stretch computes, by choice."""
         if self._follows[row]:
             found = self.computed[row - 1]
+        elif isinstance(self.judge, TableJudge) and self._places is not None:
+            found = self.judge.at(self._places[row], self._changed(row, changes))
         else:
-            found = self.judge.computes(self._features(row, changes))[0]
-        np.logical_or(found, self.forced[row], out=self.computed[row])
-        self.computed[row] &= self.inside
-        return [choice.take(row) for choice in self.choices]
+            known = self._changed(row, changes)[None], self.age[row][None]
+            features = PatchFeatures(*known, self.noise, self.call, row + 1)
+            found = self.judge.computes(features)[0]
+        computed = self.computed[row]
+        np.logical_or(found, self.forced[row], out=computed)
+        computed &= self.inside
+        keys = computed.tobytes()  # a byte for each patch
+        pairs = zip(self.choices, self.parts, strict=True)
+        return [choice.take(row, keys[part]) for choice, part in pairs]
 
-    def _features(self, row: int, changes: Sequence[Floats | None]) -> PatchFeatures:
-        """Return what the judge decides a stretch by."""
-        known = self.changes[row]
+    def _changed(self, row: int, changes: Sequence[Floats | None]) -> Floats:
+        """Return the change that the judge decides a stretch by, for each patch."""
+        known: Floats = self.changes[row]
+        given = [own for own in changes if own is not None]
         if row == 0:
             known[:] = self.inputs
-        for part, own in zip(self.parts, changes, strict=True):
-            if row and own is not None:
-                known[part] = own
-        change = np.where(np.isnan(known), self.since[row], known)[None]
-        return PatchFeatures(change, self.age[row][None], self.noise, self.call, row + 1)
+        elif len(given) == len(changes):
+            np.concatenate(given, out=known, casting="same_kind")
+        else:
+            for part, own in zip(self.parts, changes, strict=True):
+                if own is not None:
+                    known[part] = own
+        if (squares := np.dot(known, known)) == squares:
+            return known  # else some change is not a number
+        found: Floats = np.where(np.isnan(known), self.since[row], known)
+        return found
 
 
 class Together:
@@ -172,6 +189,8 @@ class Together:
 
     def choose(self, row: int, changes: Sequence[Floats | None]) -> list[Mask]:
         """Return the sites that a stretch computes, by choice."""
+        if len(self._groups) == 1:
+            return self._groups[0][0].choose(row, changes)
         found: dict[int, Mask] = {}
         for group, own in self._groups:
             masks = group.choose(row, [changes[number] for number in own])

@@ -53,6 +53,9 @@ class SlackAdmission:
             shorter=shorter,
         )
 
+    def acts(self, dues: Sequence[float]) -> bool:
+        return True
+
     def decide(
         self, now: float, waiting: Sequence[RoundCall], active: Sequence[RoundCall], slots: int
     ) -> AdmissionDecision:

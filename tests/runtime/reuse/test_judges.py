@@ -59,6 +59,21 @@ def test_a_threshold_computes_what_changed_as_much() -> None:
     assert not Threshold(0.1).keeps_nothing
 
 
+def test_a_table_is_looked_up_by_stretch_age_noise_and_change() -> None:
+    draw = np.random.default_rng(1)
+    table = draw.random((5, 4, 8, 16)) < 0.5
+    age, noise = draw.integers(1, 9, (3, 20)), draw.random(20)
+    change = 10 ** draw.uniform(-6, 3, (3, 20))
+    judge, asked = TableJudge(table, {}), PatchFeatures(change, age, noise, stretch=2)
+    found = judge.computes(asked)
+    for row, patch in np.ndindex(3, 20):
+        [level] = change_bins(change[row, patch : patch + 1], 16)
+        own = min(int(age[row, patch]), 4) - 1, int(noise[patch] * 8), level
+        assert found[row, patch] == table[row + 1][own]
+    places = judge.places(np.concatenate([age[:1], age]), noise)[1:]  # of all stretches at once
+    assert (judge.at(places, change) == found).all()
+
+
 def test_bins_are_those_of_their_middles_and_hold_everything() -> None:
     assert change_bins(bin_changes(64), 64).tolist() == list(range(64))
     assert change_bins(np.array([0.0, 1e-9, 1e9, np.inf]), 64).tolist() == [0, 0, 63, 63]

@@ -139,6 +139,34 @@ def test_judges_decide_for_several_requests_as_for_each() -> None:
         assert np.array_equal(found, judge.computes(features))
 
 
+def test_a_table_decides_for_a_batch_as_for_each_request_by_its_features() -> None:
+    """Also where some inputs weren't compared: all of a request's, or those of some patches."""
+    draw = np.random.default_rng(3)
+    table = TableJudge(draw.random((4, 3, 8, 16)) < 0.5, {})
+    counts = (5, 7, 9)
+    together = [StretchState(4, n, {2, 3, 4}) for n in counts]
+    alone = [StretchState(4, n, {2, 3, 4}) for n in counts]
+    for _ in range(6):
+        noises, inputs = draw.random(3), draw.random(3)
+        compared = [[10 ** draw.uniform(-5, 2, n) for n in counts] for _ in range(4)]
+        compared[1][1][2:4] = np.nan
+        given: list[list[Any]] = [list(row) for row in compared]
+        given[2][0] = None
+        batch = [choice_of(s, table, i) for s, i in zip(together, inputs, strict=True)]
+        by_features = Chosen(table.computes)
+        others = [choice_of(s, by_features, i) for s, i in zip(alone, inputs, strict=True)]
+        for choice, other, noise in zip(batch, others, noises, strict=True):
+            choice.noise = other.noise = float(noise)
+        for stretch in range(1, 5):
+            choose_patches(batch, stretch, given[stretch - 1])
+            for other, own in zip(others, given[stretch - 1], strict=True):
+                choose_patches([other], stretch, [own])
+        for choice, other in zip(batch, others, strict=True):
+            assert (choice.computed == other.computed).all()
+            for one in (choice, other):
+                one.state.advance(one.computed, one.changes)
+
+
 # Runs.
 
 
