@@ -20,7 +20,8 @@ mean over `--pictures` edits. The other scales have random weights, whose likene
 such ControlNets change little from step to step, or their results matter little. Beside SSIM stand
 the relative difference of the latents, that to a run without the ControlNet, and the cosine of the
 network's results of neighbouring steps. With `--every`, the denoiser and the networks are computed
-at every n-th step, and `late` reads the results of the computed step before. Writes
+at every n-th step, and `late` reads the results of the computed step before. Katz's equations and
+Gustafson's bound stand beside the result (bench/adapters/latency_model.py). Writes
 adapters-late-control-SCALE.json to bench/results, with `--masked` and `--every` named so too.
 """
 
@@ -28,11 +29,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,7 +48,9 @@ from torch.utils import _pytree as pytree
 
 import maskfx
 from bench import harness
-from bench.adapters.workflow import SCALES, build_workflow, call_of
+from bench.adapters.latency_model import line
+from bench.adapters.latency_model import measured as parts_of
+from bench.adapters.workflow import SCALES, build_workflow, call_of, nets_of, save_nets
 from bench.quality.edits import draw_edit
 from bench.quality.metrics import ssim
 from bench.report import columns, times
@@ -92,9 +97,9 @@ def linked(link: Link) -> Iterator[None]:
     """Let the steps of all processes cross the link within the context."""
     run = StepProcess.run
 
-    def slow(self: StepProcess, denoiser: Any, steps: Any) -> Any:
+    def slow(self: StepProcess, denoiser: Any, *rest: Any) -> Any:
         before = self.traffic
-        result = run(self, denoiser, steps)
+        result = run(self, denoiser, *rest)
         for earlier, now in zip(before, self.traffic, strict=True):  # sent and received
             link.carry(now - earlier)
         return result
@@ -127,9 +132,15 @@ class Bed:
         self.picture = 0  # of several
         trained = asked.scale == SHIPPED
         origin = build_workflow(1 if trained else asked.nets, SCALES[asked.scale])
+        self.pipe: Any = None
+        call = partial(self.call, "sync", origin=origin)
+        with tempfile.TemporaryDirectory() as folder:
+            nets = save_nets(Path(folder), nets_of(origin))
+            self.model = parts_of(origin, call, nets, []).report()
         self.pipe = maskfx.compile(origin, quality="all-steps")
 
-    def call(self, control: str, **more: Any) -> dict[str, Any]:
+    def call(self, control: str, origin: Any = None, **more: Any) -> dict[str, Any]:
+        """Return the arguments of our pipeline, or of diffusers' `origin`."""
         asked = self.asked
         quality = replace(QUALITY, control=control, every=asked.every)
         if not asked.masked:
@@ -137,8 +148,9 @@ class Bed:
         if asked.scale == SHIPPED:
             given = shipped_call(self.picture, asked.steps)
         else:
-            given = call_of(self.pipe, SCALES[asked.scale], 1, asked.steps, asked.masked)
-        return {**given, "quality": quality, **more}
+            pipe = origin or self.pipe
+            given = call_of(pipe, SCALES[asked.scale], 1, asked.steps, asked.masked)
+        return given if origin is not None else {**given, "quality": quality, **more}
 
     def run(self, control: str, speed: float | None = None, **more: Any) -> Any:
         self.link.bandwidth = speed
@@ -241,6 +253,7 @@ def measure(bed: Bed) -> dict[str, Any]:
         rows.append(row)
     return {
         "asked": ASKED,
+        **bed.model,
         "seconds_of_a_step": spent,
         "bytes_per_step": per_step,
         "links": rows,
@@ -283,6 +296,7 @@ def main(given: list[str]) -> int:
         for row in found["links"]
     ]
     print(columns(rows))
+    print(line(found))
     alike = found["likeness"]
     trained = "trained weights" if asked.scale == SHIPPED else "random weights, which says little"
     print(f"SSIM {alike['ssim']:.4f} (at least {alike['least_ssim']:.4f}), {trained};")

@@ -33,7 +33,7 @@ class Parts:
     net_load: list[float]
     lora_load: list[float]
     lora_patch: list[float]
-    encode: float  # the picture and the mask; the text has no encoder here
+    encode: float  # the picture and the mask; a text encoder isn't counted
     net_step: list[float]
     base_step: float
     base_decoder: float  # of these, in the UNet's decoder
@@ -74,6 +74,16 @@ class Parts:
             "equation_2": self.free_adapters(),
             "gustafson": self.gustafson(),
         }
+
+
+def line(found: Mapping[str, Any]) -> str:
+    """Return a report's equations and bound, as a benchmark prints them."""
+    bound = found["gustafson"]
+    return (
+        f"equation 1: {found['equation_1']:.3f} s; equation 2: {found['equation_2']:.3f} s; "
+        f"Gustafson: {bound['serial_share']:.2f} + {bound['parallel_share']:.2f} x "
+        f"{bound['devices']} = {bound['bound']:.2f}"
+    )
 
 
 def measured(

@@ -22,8 +22,9 @@ Every round runs all sides, in a changing order; an overhead is a ratio to `none
 the overhead that remains if loading beside the steps and the adapters themselves cost nothing: the
 steps before `--start` hide no more of the store's seconds than they take. Of a load that nothing
 delays, the seconds until it is there and the processor seconds of the loading processes are
-measured too. Writes adapters-loading.json to bench/results, with another `--start` or `--side`
-adapters-loading-START-SIDE.json.
+measured too. Katz's equations 1 and 2, from measured parts, stand beside the result
+(bench/adapters/latency_model.py). Writes adapters-loading.json to bench/results, with another
+`--start` or `--side` adapters-loading-START-SIDE.json.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import maskfx
+from bench.adapters.latency_model import line, measured, seconds_of
 from bench.adapters.store import read, slow_down
 from bench.harness import ROOT, alternate, figure, header, ratio, write_json
 from bench.report import columns
@@ -179,6 +182,12 @@ class Bed:
             lease.release()
         return took, processor_seconds(pids) - busy
 
+    def model(self) -> dict[str, Any]:
+        """Katz's equations, from the parts of a request of diffusers; files come from the store."""
+        parts = measured(self.plain, lambda: arguments(self.steps, self.side), [], self.paths)
+        loads = [seconds_of(partial(self.read, path)) for path in self.paths]
+        return replace(parts, lora_load=loads).report()
+
     def patching(self) -> float:
         """Seconds of writing both files' updates into the weights, and taking them out."""
         updates = [self.read(path) for path in self.paths]
@@ -227,6 +236,7 @@ def main(given: list[str]) -> int:
         for side in sides.values():  # captures, and starts the loading processes
             side(0)
         times = alternate(sides, asked.rounds)
+        model = bed.model()
         loads = [bed.loads() for _ in range(asked.rounds)]
         patching = [bed.patching() for _ in range(asked.rounds)]
         same = bed.equal_for_any_store()
@@ -245,6 +255,7 @@ def main(given: list[str]) -> int:
         "load_processor_seconds": figure([busy for _, busy in loads]),
         "wanted": WANTED,
         "equal_for_any_store": same,
+        **model,
     }
     if "none" in times:
         none = result["seconds"]["none"]["median"]
@@ -262,6 +273,7 @@ def main(given: list[str]) -> int:
     )
     print(f"least overhead of late: {result.get('least', 0.0):.3f}")
     print(f"equal bits for any store: {same}")
+    print(line(model))
     ending = "" if asked.start == START else f"-{asked.start}"
     ending += "" if asked.side == SIDE else f"-{asked.side}"
     write_json(asked.out / f"adapters-loading{ending}.json", result)

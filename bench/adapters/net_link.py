@@ -41,8 +41,8 @@ class Whole:
         self._held: list[Any] = []  # ids of other objects may be equal later
 
     def run(self, original: Any) -> Any:
-        def run(process: StepProcess, denoiser: Any, steps: Sequence[Any]) -> Any:
-            results = original(process, denoiser, steps)
+        def run(process: StepProcess, denoiser: Any, steps: Sequence[Any], *rest: Any) -> Any:
+            results = original(process, denoiser, steps, *rest)
             for step in steps:
                 if isinstance(step, EditStep):
                     if id(step.cache) not in self._seen:

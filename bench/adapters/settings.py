@@ -46,7 +46,7 @@ import torch
 
 import maskfx
 from bench import harness
-from bench.adapters.latency_model import Parts, measured, timed
+from bench.adapters.latency_model import Parts, line, measured, timed
 from bench.adapters.workflow import (
     SCALES,
     Scale,
@@ -294,16 +294,11 @@ def show(setting: Setting, found: dict[str, Any]) -> None:
                 "-" if more is None else f"{own['times_per_processor_second']['median']:.2f}",
             ]
         )
-    bound_ = found["gustafson"]
     print(f"{setting}\n{columns(rows)}")
     if found["templates_missed"]:
         print(f"{found['templates_missed']} recorded steps were missing: templates don't fit")
-    print(
-        f"equation 1: {found['equation_1']:.3f} s; equation 2: {found['equation_2']:.3f} s, for "
-        f"edits with extrapolated steps {found['equation_2_masked']:.3f} s; Gustafson: "
-        f"{bound_['serial_share']:.2f} + {bound_['parallel_share']:.2f} x {bound_['devices']} = "
-        f"{bound_['bound']:.2f}\n"
-    )
+    masked = found["equation_2_masked"]
+    print(f"{line(found)}; equation 2 for edits with extrapolated steps: {masked:.3f} s\n")
 
 
 def main(given: list[str]) -> int:

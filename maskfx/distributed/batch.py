@@ -48,9 +48,13 @@ class RankBatch:
         frame: Frame,
         calls: Sequence[ValidatedCall],
         members: Sequence[Member],
+        written: bool = False,
     ) -> RankBatch:
+        """Return a batch; with `written`, its members' adapters are in the ranks' weights."""
         terms = denoiser.adapters.terms(program)
         plain = program if terms is None else denoiser.programs[terms.code]
+        if written:
+            return cls(plain, recording, frame, calls, members, plain, None)
         changed = None if terms is None else terms.changed
         return cls(program, recording, frame, calls, members, plain, changed)
 

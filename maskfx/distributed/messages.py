@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.exchanges.late_group import LateMember
@@ -67,8 +68,11 @@ class PartRequest:
         ended: Requests whose rows are no longer needed.
         dropped: What the rank no longer needs.
         reload: Whether programs were saved since the last step.
+        written: Whether the members' adapters are in the weights, as a `WriteRequest` has put them;
+            if not, what is there is taken out.
     """
 
+    what: ClassVar[str] = "part"
     steps: list[AnyStep]
     code: str
     changed: Changed | None
@@ -85,6 +89,7 @@ class PartRequest:
     ended: tuple[int, ...] = ()
     dropped: Unneeded = Unneeded()
     reload: bool = False
+    written: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,11 +119,14 @@ class WholeRequest:
         steps: The members; edits have a `SentCache`, and adapters `SentLayers`.
         dropped: What the rank no longer needs.
         reload: Whether programs were saved since the last step.
+        written: See `PartRequest`.
     """
 
+    what: ClassVar[str] = "whole"
     steps: list[AnyStep]
     dropped: Unneeded = Unneeded()
     reload: bool = False
+    written: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,4 +146,28 @@ class WholeResult:
     sent: int = 0
 
 
-RankRequest = PartRequest | WholeRequest
+@dataclass(frozen=True)
+class WriteRequest:
+    """Adapters that a rank writes into its weights, for the steps that follow.
+
+    Args:
+        steps: A step that has them, as `SentLayers`.
+        dropped: What the rank no longer needs.
+        reload: Whether programs were saved since the last step.
+    """
+
+    what: ClassVar[str] = "write"
+    steps: list[AnyStep]
+    dropped: Unneeded = Unneeded()
+    reload: bool = False
+    written: bool = False  # until it is answered
+
+
+@dataclass(frozen=True)
+class WriteResult:
+    """Why adapters aren't in a rank's weights; "" if they are."""
+
+    refused: str
+
+
+RankRequest = PartRequest | WholeRequest | WriteRequest

@@ -61,6 +61,7 @@ class RankProcess:
         )
         self.known: set[int] = set()  # recordings that it holds
         self.adapters = HeldAdapters(adapter_bytes)
+        self.written: tuple[object, ...] = ()  # the adapters in its weights
         self.blocks: set[int] = set()  # blocks of rolling rows that it has mapped
         self.runs: set[int] = set()  # requests of which it holds rows of other ranks
         self.failed = False  # it ended, or is to be ended
@@ -78,8 +79,7 @@ class RankProcess:
 
     def send_block(self, buffers: SharedBuffers, descriptor: int) -> None:
         """Let the process map the buffers of a block; it answers nothing."""
-        self.send("block", buffers)
-        self.child.channel.send_file(descriptor)
+        self.send("block", buffers, file=descriptor)
         self.blocks.add(buffers.number)
 
     def receive(self) -> tuple[object, Exception | None]:
@@ -101,6 +101,8 @@ class RankProcess:
     def note(self, request: RankRequest) -> None:
         """Remember which recordings a request has brought."""
         self.known.difference_update(request.dropped.recordings)
+        if not request.written:
+            self.written = ()
         if isinstance(request, PartRequest):
             self.runs.difference_update(request.ended)
             self.runs.update(one.run for one in request.late if one is not None)
@@ -177,10 +179,7 @@ class RankProcesses:
 
         Raises `RankFailure` if a rank or an exchange failed, `Unsendable` if the step did.
         """
-        questions = {
-            number: ("part" if isinstance(request, PartRequest) else "whole", request)
-            for number, request in requests.items()
-        }
+        questions = {number: (request.what, request) for number, request in requests.items()}
         return self._each(questions, self.waits.step, requests, self.waits)
 
     def end_runs(self, ended: Mapping[int, tuple[int, ...]]) -> dict[int, int]:

@@ -13,7 +13,6 @@ import logging
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,10 +24,12 @@ from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.exchanges.ring_link import RINGS
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.late_runs import Division, LateRuns, Members, cut_evenly
-from maskfx.distributed.messages import PartRequest, PartResult, RankRequest, WholeResult
+from maskfx.distributed.messages import PartRequest, PartResult, WholeResult
 from maskfx.distributed.processes import RankFailure, RankProcesses
 from maskfx.distributed.rank_pool import Lease, NoRanks, RankPool
 from maskfx.distributed.rank_step import RankPrograms, joined
+from maskfx.distributed.ranks_in_place import NotWritten, RanksInPlace
+from maskfx.distributed.requests import part_requests
 from maskfx.distributed.restarts import Restarts
 from maskfx.distributed.step_runs import ATTEMPTS, StepRuns
 from maskfx.errors import InputError
@@ -39,6 +40,7 @@ from maskfx.runtime.batch.member import Member
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.execution.executor import Split
 from maskfx.runtime.hardware.cpu_threads import computing_with
+from maskfx.runtime.step_executor import SharedAdapters
 from maskfx.runtime.steps import AnyStep, ValidatedCall, late_exchange
 from maskfx.runtime.transport.tensor_transport import Unsendable
 
@@ -99,6 +101,7 @@ class RankGroup:
         self._programs = RankPrograms(denoiser.settings)
         self.divider = Divider(self._programs)
         self._runs = StepRuns(self)
+        self._choices: dict[tuple[int, ...], RanksInPlace] = {}
         self._sets: dict[tuple[int, ...], RankSet] = {}  # one each, so that their steps keep order
         self._here = threading.Lock()  # one step is computed in this process at a time
 
@@ -136,14 +139,22 @@ class RankGroup:
             return RankSet(self, chosen, partition, attention)
         return self._sets.setdefault(chosen, RankSet(self, chosen))
 
-    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
+    def run(
+        self,
+        denoiser: CompiledDenoiser,
+        steps: Sequence[AnyStep],
+        shared: SharedAdapters | None = None,
+    ) -> list[Any]:
         """Compute steps on all ranks, as a `StepExecutor` does: whole members first."""
-        with computing_with(1):  # what this thread computes leaves the cores to the ranks
+        # what this thread computes leaves the cores to the ranks
+        with computing_with(1), self.in_place(None).step(len(steps), shared):
             return self._runs.run(steps, None, self._dividing)
 
-    def run_on(self, own: RankSet, steps: Sequence[AnyStep]) -> list[Any]:
+    def run_on(
+        self, own: RankSet, steps: Sequence[AnyStep], shared: SharedAdapters | None
+    ) -> list[Any]:
         """Compute steps on some of the ranks."""
-        with computing_with(1):
+        with computing_with(1), self.in_place(own.ranks).step(len(steps), shared):
             if own.divides:
                 return self.denoiser.step(steps, split=own)
             if len(own.ranks) == 1:
@@ -162,6 +173,12 @@ class RankGroup:
         """Let one step at a time be computed in this process."""
         return self._here
 
+    def in_place(self, ranks: Sequence[int] | None) -> RanksInPlace:
+        """Return what decides which adapters a set of ranks has in its weights."""
+        key = () if ranks is None else tuple(ranks)
+        name = f"the ranks {', '.join(map(str, key))}" if key else "all ranks"
+        return self._choices.setdefault(key, RanksInPlace(self.denoiser, name))
+
     def compute(
         self,
         program: Program,
@@ -174,12 +191,18 @@ class RankGroup:
         attention: AttentionWay | None = None,
     ) -> object:
         """Compute a batch, within a step of the denoiser; None if it can't be computed on ranks."""
-        batch = RankBatch.of(self.denoiser, program, recording, frame, calls, members)
+        given, own = (
+            (self.denoiser, program, recording, frame, calls, members),
+            self.in_place(ranks),
+        )
         for _ in range(ATTEMPTS):
+            batch = RankBatch.of(*given, bool(own.written))
             if not self._divides(batch):
                 break
             try:
-                return self._on_ranks(batch, ranks, partition, attention)
+                return self._on_ranks(batch, ranks, partition, attention, own)
+            except NotWritten as why:
+                own.refuse(str(why))
             except (NoRanks, RankFailure, Unsendable) as why:
                 if not self.repeats(why):
                     break
@@ -236,8 +259,10 @@ class RankGroup:
         ranks: Sequence[int] | None,
         partition: Partition | None,
         attention: AttentionWay | None,
+        own: RanksInPlace,
     ) -> Any:
         with self.denoiser.unlocked(), self.pool.lease(ranks) as lease:
+            written = own.write(lease, self.pool)
             with self.denoiser.locked():
                 partition = self._partition(batch, len(lease.ranks), partition)
                 late, divisions = self._late(batch, lease, partition)
@@ -256,8 +281,10 @@ class RankGroup:
                     way,
                     self.joined and not any(late),
                     late,
+                    self.late_bytes,
+                    written=written,
                 )
-                requests = self._requests(lease, part, batch.steps)
+                requests = part_requests(self.pool, lease, part, batch.steps, self.late.alive)
             found = lease.processes.ask(requests)
             self.late.note(batch.steps, late, divisions, list(found.values()))
         self.last = [found.get(number) for number in lease.ranks]
@@ -315,30 +342,6 @@ class RankGroup:
         runs = {number: tuple(ranks.all[number].runs - alive) for number in numbers}
         return {number: own for number, own in runs.items() if own}
 
-    def _requests(
-        self, lease: Lease, part: PartRequest, steps: Sequence[AnyStep]
-    ) -> dict[int, RankRequest]:
-        """Return what each rank with a share of a member is asked for."""
-        self.pool.save_programs()
-        requests: dict[int, RankRequest] = {}
-        alive = self.late.alive
-        for place, number in enumerate(lease.ranks):
-            shares = [part.partition.has_part(m, place) for m in range(len(steps))]
-            if any(shares):
-                process = lease.processes.all[number]
-                own, gone, reload = self.pool.sent(process, steps, shares)
-                ended = tuple(process.runs - alive)
-                requests[number] = replace(
-                    part,
-                    steps=own,
-                    place=place,
-                    late_bytes=self.late_bytes,
-                    ended=ended,
-                    dropped=gone,
-                    reload=reload,
-                )
-        return requests
-
     def stop(self) -> None:
         """End the ranks; a step in flight and later ones run in this process."""
         self.pool.stop()
@@ -364,9 +367,14 @@ class RankSet:
         """Whether it was given how to divide a batch."""
         return self.partition is not None or self.attention is not None
 
-    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
+    def run(
+        self,
+        denoiser: CompiledDenoiser,
+        steps: Sequence[AnyStep],
+        shared: SharedAdapters | None = None,
+    ) -> list[Any]:
         """Compute steps, as a `StepExecutor` does: on one rank as a whole, on several divided."""
-        return self.group.run_on(self, steps)
+        return self.group.run_on(self, steps, shared)
 
     def __call__(
         self,

@@ -25,6 +25,7 @@ from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.messages import SentRolling, Unneeded
 from maskfx.distributed.processes import RankFailure, RankProcess, RankProcesses
 from maskfx.distributed.restarts import Restarts
+from maskfx.ir.lru import LruCache
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, RowBlock
 from maskfx.runtime.cache.rolling.shared_block import RollingContents, RollingState, SharedBlock
 from maskfx.runtime.cache.step_cache import StepCache, changed
@@ -34,10 +35,14 @@ from maskfx.runtime.lora.sent import LayerNumbers, SentLayers, nbytes_of
 from maskfx.runtime.steps import AnyStep, EditStep, without_late
 from maskfx.runtime.transport.sendable import can_be_sent
 from maskfx.runtime.transport.sent_cache import SentCache
+from maskfx.runtime.transport.shared_value import SharedValue
 from maskfx.runtime.transport.tensor_transport import Unsendable
 from maskfx.runtime.weights import WeightChange, Weights
 
 log = logging.getLogger(__name__)
+
+MAPPED = 1 << 20  # bytes of a recording from which ranks map it
+FILES = 64  # open files of recordings, for ranks that have not mapped them
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ class RankPool:
             self._watch.restart()
         # recording -> its number
         self._numbers: MutableMapping[StepCache, int] = WeakIdKeyDictionary()
+        self._files: LruCache[int, SharedValue] = LruCache(FILES)  # by a recording's number
         self._count = itertools.count()
         self._adapters = LayerNumbers()
         self._blocks: WeakKeyDictionary[RowBlock, SharedBlock] = WeakKeyDictionary()
@@ -268,6 +274,9 @@ class RankPool:
                     layers = self._layers(process, there, needed)
                     found[number] = replace(sent, adapters=layers)
             alive = set(self._numbers.values())
+            for number, _ in self._files.items():
+                if number // 2 not in alive:
+                    self._files.remove(number)
             gone = tuple(n for n in process.known if n // 2 not in alive)
             unneeded = process.adapters.unneeded(needed, self._adapters.alive())
             unmapped = tuple(process.blocks - {block.number for block in self._blocks})
@@ -306,9 +315,22 @@ class RankPool:
             return replace(step, cache=self._rolling(cache, process))
         number = 2 * self._numbers[cache] + whole
         contents = None
-        if number not in process.known:
+        if number not in process.known and not (whole and self._mapped(cache, number, process)):
             contents = cache if whole else changed(cache, rows={}, stats={}, sums={})
         return replace(step, cache=SentCache(number, contents))  # type: ignore[arg-type]
+
+    def _mapped(self, cache: StepCache, number: int, process: RankProcess) -> bool:
+        """Let the rank map a recording, of which it reads what it needs; return False if not."""
+        if cache.nbytes() < MAPPED:
+            return False
+        try:
+            shared = self._files.find(number, lambda: SharedValue(cache))
+            file = shared.descriptor
+            process.send("recording", number, shared.message, shared.nbytes, file=file)
+        except (OSError, RuntimeError) as error:
+            log.info("a recording is copied to ranks, as they can't map it: %s", error)
+            return False
+        return True
 
     def _rolling(self, cache: RollingCache, process: RankProcess) -> Any:
         """Return a rolling cache as it is sent; the rank maps the buffers with its rows.

@@ -11,7 +11,7 @@ import os
 import pickle
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,8 @@ from maskfx.distributed.messages import (
     SentRolling,
     WholeRequest,
     WholeResult,
+    WriteRequest,
+    WriteResult,
 )
 from maskfx.distributed.rank_step import RankPrograms
 from maskfx.ir.program import Program
@@ -49,6 +51,8 @@ from maskfx.runtime.processes.channel import Channel, connect_to_parent
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep
 from maskfx.runtime.transport.sent_cache import received
+from maskfx.runtime.transport.shared_tensors import PackedMessage
+from maskfx.runtime.transport.shared_value import received_value
 from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack, unpack
 
 
@@ -90,6 +94,8 @@ class RankState:
                 return self.compute(*rest)
             case "whole":
                 return self.compute_whole(*rest)
+            case "write":
+                return self.write(*rest)
             case "ended":
                 self.held.drop(rest[0])
                 return self.held.nbytes
@@ -105,6 +111,8 @@ class RankState:
         torch.set_num_threads(threads)
         self.denoiser = CompiledDenoiser(module, settings, roles)
         self.programs = RankPrograms(settings)
+        self.denoiser.in_place.private = True
+        self.denoiser.in_place.followers.append(self.programs.follow_weights)
 
     def join(self, world: World, memory: int | None = None) -> None:
         """Leave the group that there is, and join another one."""
@@ -130,10 +138,13 @@ class RankState:
         return ProcessGroup(ranks, place, self.link, self.heartbeat.waiting)
 
     def compute(self, request: PartRequest) -> PartResult:
+        with self._weights(request.written):
+            return self._computed(request, self._steps(request))
+
+    def _computed(self, request: PartRequest, steps: Sequence[AnyStep]) -> PartResult:
         assert self.denoiser is not None
         assert self.programs is not None
         start, cpu = time.perf_counter(), time.process_time()
-        steps = self._steps(request)
         batches = self.denoiser.prepared(steps, request.changed, request.single)
         codes = [program.code for program, *_ in batches]
         if codes != [request.code]:
@@ -190,8 +201,23 @@ class RankState:
     def compute_whole(self, request: WholeRequest) -> WholeResult:
         assert self.denoiser is not None
         start, cpu = time.perf_counter(), time.process_time()
-        results = compute_steps(self.denoiser, self._steps(request))
+        with self._weights(request.written):
+            results = compute_steps(self.denoiser, self._steps(request))
         return WholeResult(results, time.perf_counter() - start, time.process_time() - cpu)
+
+    def write(self, request: WriteRequest) -> WriteResult:
+        """Write adapters into the weights, of which this process has its own copy then."""
+        assert self.denoiser is not None
+        (step,) = self._steps(request)
+        return WriteResult(self.denoiser.in_place.write(step.adapters))
+
+    def _weights(self, written: bool) -> AbstractContextManager[None]:
+        """Keep adapters in the weights for a step that has them there, or take them out."""
+        assert self.denoiser is not None
+        if written:
+            return self.denoiser.in_place.held()
+        self.denoiser.in_place.leave()
+        return nullcontext()
 
     def _steps(self, request: RankRequest) -> list[AnyStep]:
         """Return the steps with their recordings and adapters; drop what isn't needed any more."""
@@ -236,6 +262,14 @@ class RankState:
         sent.state.put(found)
         return found
 
+    def map_recording(self, number: int, sent: PackedMessage, nbytes: int, file: int) -> None:
+        """Hold a recording whose rows lie in a memory file; if that fails, steps with it do."""
+        try:
+            with suppress(Unsendable):
+                self.caches[number] = received_value(sent.parts, nbytes, file)
+        finally:
+            os.close(file)
+
     def maps(self, buffers: SharedBuffers, descriptor: int) -> bool:
         """Map the buffers of a block; return False if that fails."""
         try:
@@ -255,6 +289,9 @@ def serve(channel: Channel, heartbeat: HeartbeatWriter) -> None:
         answered: tuple[object, Exception | None]
         try:
             what, *rest = unpack(message)
+            if what == "recording":
+                rank.map_recording(rest[0], rest[1], rest[2], channel.receive_file())
+                continue
             if what == "block":
                 if not rank.maps(rest[0], channel.receive_file()):
                     return  # another process takes its place

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx import ops
 from maskfx.compiler.fuse import fused
@@ -20,7 +21,7 @@ from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
 from maskfx.ir.sources import Cached
 from maskfx.ops.exchange import Group, within
-from maskfx.runtime.backends.eager import Runner
+from maskfx.runtime.backends.eager import PackedWeights, Runner
 from maskfx.runtime.backends.graph_function import Run
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
@@ -58,6 +59,7 @@ class RankPrograms:
         self._splits: LruCache[Hashable, SplitProgram | str] = LruCache(PROGRAMS)
         self._runners: LruCache[Hashable, Run] = LruCache(PROGRAMS)
         self._stacks = StackCache()
+        self._packed: PackedWeights = WeakIdKeyDictionary()
 
     def split(
         self, program: Program, attention: AttentionWay = "gathered", joined: bool = True
@@ -98,6 +100,11 @@ class RankPrograms:
         self._stacks.drop(gone)
         for _, frame in self.frames.items():
             frame.drop_adapters(gone)
+
+    def follow_weights(self) -> None:
+        """Pack the weights again that were changed in place."""
+        for origin, packed in self._packed.items():
+            packed.follow(origin)
 
     def origins(
         self, program: Program, recording: bool, whole: Layout, partition: Partition, rank: int
@@ -168,7 +175,7 @@ class RankPrograms:
             if intercepted:
                 return Runner(module)
             module = fused(module, pointwise=ops.has_kernels(frame.device))
-            return Runner(module, self.settings.prepack and not recording)
+            return Runner(module, self.settings.prepack and not recording, self._packed)
 
         return self._runners.find((own.code, way, recording, intercepted), made)
 

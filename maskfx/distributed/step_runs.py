@@ -19,9 +19,11 @@ from maskfx.distributed.division.dealing import Dealing, dealings, dealt, is_eve
 from maskfx.distributed.division.links import LinkCosts
 from maskfx.distributed.division.measured_steps import WHOLE
 from maskfx.distributed.division.partition import Partition
-from maskfx.distributed.messages import PartResult, WholeRequest, WholeResult
+from maskfx.distributed.messages import PartResult, WholeResult
 from maskfx.distributed.processes import RankFailure
 from maskfx.distributed.rank_pool import Lease, NoRanks, RankPool
+from maskfx.distributed.ranks_in_place import NotWritten, RanksInPlace
+from maskfx.distributed.requests import whole_requests
 from maskfx.distributed.samples import StepSamples, join_samples, shape_of
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -51,6 +53,8 @@ class RankOwner(Protocol):
     def free_ended(self) -> None: ...
 
     def here(self) -> AbstractContextManager[object]: ...
+
+    def in_place(self, ranks: Sequence[int] | None) -> RanksInPlace: ...
 
 
 @dataclass(frozen=True)
@@ -234,7 +238,10 @@ class StepRuns:
         for _ in range(ATTEMPTS):
             try:
                 with owner.pool.lease(ranks) as lease:
-                    return self._asked(lease, steps, costs or [1.0] * len(steps))
+                    written = owner.in_place(ranks).write(lease, owner.pool)
+                    return self._asked(lease, steps, costs or [1.0] * len(steps), written)
+            except NotWritten as why:
+                owner.in_place(ranks).refuse(str(why))
             except (NoRanks, RankFailure, Unsendable) as why:
                 if not owner.repeats(why):
                     break
@@ -243,17 +250,12 @@ class StepRuns:
         return self._in_this_process(steps), 0.0
 
     def _asked(
-        self, lease: Lease, steps: Sequence[AnyStep], costs: Sequence[float]
+        self, lease: Lease, steps: Sequence[AnyStep], costs: Sequence[float], written: bool
     ) -> tuple[list[Any], float]:
-        pool = self._owner.pool
-        pool.save_programs()
-        numbers, requests = {}, {}
         whole = dealt(costs, len(lease.ranks)).whole
-        for rank, own in zip(lease.ranks, whole, strict=True):
-            if own:
-                process, some = lease.processes.all[rank], [steps[n] for n in own]
-                requests[rank] = WholeRequest(*pool.sent(process, some, [True] * len(own)))
-                numbers[rank] = own
+        numbers = {rank: own for rank, own in zip(lease.ranks, whole, strict=True) if own}
+        dealt_steps = {rank: [steps[n] for n in own] for rank, own in numbers.items()}
+        requests = whole_requests(self._owner.pool, lease, dealt_steps, written)
         found: dict[int, WholeResult] = lease.processes.ask(requests)
         results: dict[int, object] = {}
         for rank, result in found.items():

@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from maskfx.engine.step_process import StepProcess
 from maskfx.pipelines.runs.computed_sites import sites_of
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.identity import weight_bytes
-from maskfx.runtime.step_executor import compute_steps
+from maskfx.runtime.step_executor import SharedAdapters, compute_steps
 from maskfx.runtime.steps import AnyStep
 
 # Makes room for a net's processes while a step uses them; gives False if there is none.
@@ -51,7 +52,8 @@ class NetService:
         self._room = room
         self._folder = tempfile.TemporaryDirectory(prefix="maskfx-programs-")
         programs = Path(self._folder.name)
-        self.replicas = [StepProcess(denoiser, programs, threads, seconds) for _ in range(replicas)]
+        names = [f"process {n + 1} of {replicas}" for n in range(replicas)]
+        self.replicas = [StepProcess(denoiser, programs, threads, seconds, n) for n in names]
         self.without_room = 0  # steps computed in this process because there was no room
         self.steps = 0  # batch steps
 
@@ -78,14 +80,19 @@ class NetService:
         pairs = [replica.traffic for replica in self.replicas]
         return sum(sent for sent, _ in pairs), sum(received for _, received in pairs)
 
-    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[object]:
+    def run(
+        self,
+        denoiser: CompiledDenoiser,
+        steps: Sequence[AnyStep],
+        shared: SharedAdapters | None = None,
+    ) -> list[object]:
         """Compute steps of denoisers that compute the same as `denoiser`."""
         self.steps += 1
         with self._room(self) as resident:
             if not resident:
                 self.without_room += len(steps)
                 return compute_steps(denoiser, steps)
-            return self._run(denoiser, steps)
+            return self._run(denoiser, steps, shared)
 
     def begin(self) -> None:
         """Start the replicas without waiting for them."""
@@ -103,26 +110,37 @@ class NetService:
             replica.stop()
         self._folder.cleanup()
 
-    def _run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[object]:
+    def _run(
+        self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep], shared: SharedAdapters | None
+    ) -> list[object]:
         if len(self.replicas) == 1:
-            return self.replicas[0].run(denoiser, steps)
+            return self.replicas[0].run(denoiser, steps, shared)
         costs = [float(sites_of(step, lambda mask: int(mask.sum()))[0]) for step in steps]
         held = [[replica.holds(step) for replica in self.replicas] for step in steps]
-        return self._divided(denoiser, steps, least_loaded(costs, held))
+        return self._divided(denoiser, steps, least_loaded(costs, held), costs, shared)
 
     def _divided(
-        self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep], chosen: Sequence[int]
+        self,
+        denoiser: CompiledDenoiser,
+        steps: Sequence[AnyStep],
+        chosen: Sequence[int],
+        costs: Sequence[float],
+        shared: SharedAdapters | None,
     ) -> list[object]:
         """Compute each step in the replica chosen for it, the replicas at the same time."""
         parts = {r: [i for i, one in enumerate(chosen) if one == r] for r in sorted(set(chosen))}
         if len(parts) == 1:
-            return self.replicas[chosen[0]].run(denoiser, steps)
+            return self.replicas[chosen[0]].run(denoiser, steps, shared)
+
+        def part(replica: int) -> list[object]:
+            own = parts[replica]
+            sites = int(sum(costs[i] for i in own))
+            few = None if shared is None else replace(shared, sites=sites)
+            return self.replicas[replica].run(denoiser, [steps[i] for i in own], few)
+
         results: list[object] = [None] * len(steps)
         with ThreadPoolExecutor(len(parts), thread_name_prefix="maskfx-step") as threads:
-            begun = {
-                r: threads.submit(self.replicas[r].run, denoiser, [steps[i] for i in own])
-                for r, own in parts.items()
-            }
+            begun = {replica: threads.submit(part, replica) for replica in parts}
         for r, own in parts.items():
             for i, result in zip(own, begun[r].result(), strict=True):
                 results[i] = result

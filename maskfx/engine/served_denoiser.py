@@ -1,4 +1,8 @@
-"""ServedDenoiser: the process's side of a `StepProcess`; computes the steps of one denoiser."""
+"""ServedDenoiser: the process's side of a `StepProcess`; computes the steps of one denoiser.
+
+Adapters that all members of a step share are written into the weights where that takes less time,
+as in the engine's process: this one gets copies of its own of the weights that change.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,21 @@ from maskfx.config import Settings
 from maskfx.runtime.cache.step_cache import StepCache, with_tensors
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Layers
+from maskfx.runtime.lora.in_place_costs import Elsewhere
 from maskfx.runtime.lora.sent import received_layers
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep, RecordStep
 from maskfx.runtime.transport.sendable import bare
 from maskfx.runtime.transport.sent_cache import received
 from maskfx.runtime.transport.shared_tensors import PackedMessage, TensorHolder
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The results of a step, and what was chosen so far for adapters that members share."""
+
+    results: PackedMessage
+    in_place: Elsewhere
 
 
 @dataclass
@@ -41,6 +54,7 @@ class ServedDenoiser:
         self.caches: dict[int, StepCache] = {}
         self.layers: dict[int, Layers] = {}
         self.tensors = TensorHolder(name)
+        self.denoiser.in_place.private = True
 
     def __reduce__(self) -> tuple[type[ServedDenoiser], tuple[object, Settings, int]]:
         return ServedDenoiser, (
@@ -49,10 +63,18 @@ class ServedDenoiser:
             self.name,
         )
 
-    def compute(self, message: PackedMessage, dropped: Dropped) -> PackedMessage:
+    def compute(
+        self, message: PackedMessage, dropped: Dropped, shared: tuple[int, int] = (0, 0)
+    ) -> Computed:
         """Compute steps; return results whose edits are the computed rows only.
 
         The rows of recordings stay here, because edits of them follow.
+
+        Args:
+            message: The steps.
+            dropped: What isn't sent any more.
+            shared: Where all members have the same adapters, and recordings with these, the sites
+                that they compute, and the steps that are left with these adapters.
         """
         for number in dropped.contents:
             self.caches.pop(number, None)
@@ -64,13 +86,16 @@ class ServedDenoiser:
         ]
         steps = [received(step, self.caches) for step in steps]
         steps = [replace(step, rows=True) if isinstance(step, EditStep) else step for step in steps]
-        results = compute_steps(self.denoiser, steps)
+        in_place = self.denoiser.in_place
+        with in_place.step(steps[0].adapters if shared[1] else (), len(steps), *shared) as written:
+            results = compute_steps(self.denoiser, steps)
         recorded: set[int] = set()
         for step, result in zip(steps, results, strict=True):
             if isinstance(step, RecordStep):
                 assert isinstance(result, tuple), "an output and a recording"
                 recorded |= tensor_ids(result[1])
-        return self.tensors.pack(list(results), recorded)
+        chosen = Elsewhere(in_place.costs, in_place.refused, written)
+        return Computed(self.tensors.pack(list(results), recorded), chosen)
 
 
 def tensor_ids(cache: StepCache) -> set[int]:

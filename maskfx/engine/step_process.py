@@ -20,18 +20,19 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.engine.helper_processes import HelperProcess
-from maskfx.engine.served_denoiser import Dropped, ServedDenoiser
+from maskfx.engine.served_denoiser import Computed, Dropped, ServedDenoiser
 from maskfx.ir.late import LateTensor, wait_for
 from maskfx.runtime.batch.output_rows import whole_result
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Layers, WeightedLayers
+from maskfx.runtime.lora.in_place_costs import Elsewhere
 from maskfx.runtime.lora.sent import SentLayers
-from maskfx.runtime.step_executor import compute_steps
+from maskfx.runtime.step_executor import SharedAdapters, compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep, without_late
 from maskfx.runtime.transport.sent_cache import SentCache
-from maskfx.runtime.transport.shared_tensors import PackedMessage, TensorSender
+from maskfx.runtime.transport.shared_tensors import TensorSender
 from maskfx.runtime.transport.tensor_transport import Unsendable
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class StepProcess:
         threads: Number of threads that the process computes with.
         seconds: Time in which the process must answer a step; its first one may take
             `START_SECONDS` longer. None sets no limit.
+        name: Of the process, for explanations.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class StepProcess:
         programs: Path,
         threads: int = 1,
         seconds: float | None = None,
+        name: str = "its process",
     ) -> None:
-        self.denoiser, self.programs = denoiser, programs
+        self.denoiser, self.programs, self.name = denoiser, programs, name
         self.threads, self.seconds = threads, seconds
+        self.in_place = Elsewhere()  # what the process chose
         self.starts = 0
         self.restarts = 0  # of these, those after a failure
         self.computed_here = 0  # steps computed in this process instead
@@ -94,7 +98,12 @@ class StepProcess:
         """Return True for an edit whose recording is in the process."""
         return isinstance(step, EditStep) and step.cache in self._numbers
 
-    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[object]:
+    def run(
+        self,
+        denoiser: CompiledDenoiser,
+        steps: Sequence[AnyStep],
+        shared: SharedAdapters | None = None,
+    ) -> list[object]:
         """Compute steps in the process; if that can't be, in this one, by `denoiser`.
 
         Steps that replace the rows they read are computed here, where these rows are.
@@ -108,7 +117,9 @@ class StepProcess:
                 if process is None:
                     break
                 try:
-                    return self._ask(process, steps)
+                    results = self._ask(process, steps, shared)
+                    denoiser.in_place.elsewhere[self.name] = self.in_place
+                    return results
                 except Unsendable as error:
                     log.info("a step of %s is computed here: %s", type(denoiser.module), error)
                     break
@@ -156,7 +167,9 @@ class StepProcess:
                 log.warning("no process for a denoiser's steps: %s", error)
         return self._process
 
-    def _ask(self, process: HelperProcess, steps: Sequence[AnyStep]) -> list[object]:
+    def _ask(
+        self, process: HelperProcess, steps: Sequence[AnyStep], shared: SharedAdapters | None
+    ) -> list[object]:
         first = DENOISER not in process.parts
         if self.seconds is not None:
             process.child.channel.limit(self.seconds + (START_SECONDS if first else 0))
@@ -176,9 +189,10 @@ class StepProcess:
         sent = [replace(one, adapters=tuple(map(self._sent, one.adapters))) for one in sent]
         try:
             message = self._tensors.pack(sent)
-            answer = process.run(DENOISER, "compute", (message, gone), {}, self.threads)
-            assert isinstance(answer, PackedMessage)
-            results: list[object] = self._tensors.unpack(answer)
+            few = (0, 0) if shared is None else (shared.sites, shared.left)
+            answer = process.run(DENOISER, "compute", (message, gone, few), {}, self.threads)
+            assert isinstance(answer, Computed)
+            results: list[object] = self._tensors.unpack(answer.results)
         except BaseException:  # whether they have arrived isn't known
             for cache in fresh:
                 self._numbers.pop(cache, None)
@@ -188,6 +202,7 @@ class StepProcess:
             self._tensors.drop(gone.tensors)
             self._dropped.extend(gone.contents)
             raise
+        self.in_place = answer.in_place
         return [
             whole_result(result, step.cache.output) if isinstance(step, EditStep) else result
             for step, result in zip(steps, results, strict=True)

@@ -151,7 +151,7 @@ class StepRunner:
         members = tuple(p.member() for p in parked)
         sites = sum(member.sites for member in members)
         took = ended - began
-        written = any(d.in_place.written for d in denoisers)
+        written = any(d.in_place.in_use for d in denoisers)
         step = Step(
             len(parked), began, gathered, took, sites, bubble, members, degree, cpu, written
         )

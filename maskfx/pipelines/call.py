@@ -22,6 +22,7 @@ from maskfx.pipelines.callbacks import callbacks_of, may_set, without_callbacks
 from maskfx.pipelines.digests import digest
 from maskfx.pipelines.handlers.autoencoder import AutoencoderCalls
 from maskfx.pipelines.handlers.call_handler import CallHandler
+from maskfx.pipelines.masks.given_masks import accepted_mask
 from maskfx.pipelines.masks.masks import Pictures, in_floats, is_picture, like_mask
 from maskfx.pipelines.masks.videos import VIDEO, is_video
 from maskfx.pipelines.outputs import as_list, force_images
@@ -92,8 +93,14 @@ class PipelineCall:
         arguments = bind_arguments(state.call, (pipe, *args), given)
         arguments.pop("self", None)
         arguments = with_state(arguments, state.parameters)
-        if state.mask_name in arguments:
-            arguments[state.mask_name] = in_floats(arguments[state.mask_name])
+        name = state.mask_name
+        if name in arguments:
+            given_mask = arguments[name]
+            arguments[name] = (
+                in_floats(given_mask)
+                if state.makes_video
+                else accepted_mask(given_mask, name, arguments)
+            )
         state.follow_settings()
         quality = state.quality if options.quality is None else Quality.of(options.quality)
         adapters = CallAdapters.of(resolved(options.lora, state.adapters, state.base))

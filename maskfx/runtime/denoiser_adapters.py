@@ -8,7 +8,7 @@ from maskfx.ir.program import Program
 from maskfx.runtime.execution.executor import BatchExecutor
 from maskfx.runtime.execution.twins import Terms
 from maskfx.runtime.lora.adapter import Updates
-from maskfx.runtime.lora.layers import SetCache
+from maskfx.runtime.lora.layers import AdapterSet, SetCache
 
 
 class DenoiserAdapters:
@@ -25,6 +25,10 @@ class DenoiserAdapters:
     def check(self, adapters: Updates) -> None:
         """Raise InputError if adapters name layers that the module lacks, or don't fit them."""
         self._sets.of(adapters)
+
+    def checked(self, adapters: Updates) -> AdapterSet | None:
+        """Return checked adapters with the weights that they change; None if nothing acts."""
+        return self._sets.of(adapters)
 
     def terms(self, program: Program) -> Terms | None:
         """Return what another process makes a twin of; None for a program without adapters."""

@@ -3,6 +3,9 @@
 Layers then cost what they cost without adapters. Recordings, keys and fingerprints are those of
 low-rank terms: the module's own weights and the adapters' digests. Any other use of the denoiser
 takes the updates out first, bit for bit.
+
+Processes that compute its steps elsewhere, over weights in shared memory, write into copies of
+their own (`private`); what they chose is in `elsewhere`.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from torch import nn
 from maskfx.config import Settings
 from maskfx.ir.values import PLAIN_TENSORS
 from maskfx.runtime.execution.executor import BatchExecutor
+from maskfx.runtime.hardware import private_memory
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.lora.in_place_costs import (
     ChosenBy,
+    Elsewhere,
     InPlaceCosts,
     SharedStep,
     fewer_multiplications,
@@ -27,6 +32,8 @@ from maskfx.runtime.lora.layers import AdapterSet, SetCache
 from maskfx.runtime.lora.patch import WeightPatch
 from maskfx.runtime.programs.program_cache import ProgramCache
 from maskfx.runtime.weights import Weights
+
+PRIVATE_BYTES = 4 << 30  # of weights in shared memory that one process may copy
 
 
 class InPlace:
@@ -57,19 +64,31 @@ class InPlace:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.costs = InPlaceCosts()
+        self.elsewhere: dict[str, Elsewhere] = {}  # by the name of what computes steps
+        self.private = False  # other processes keep the weights that they share with this one
+        self.followers: list[Callable[[], None]] = []  # are called when weights have changed
         self._weights, self._programs, self._executor = weights, programs, executor
         self._adapters, self._lock = adapters, lock
         self._settings, self._changes, self._clock = settings, changes, clock
         self._patch = WeightPatch(module)
         self._serving = False  # a step that may use the written weights runs
         self._run: object = None  # key of the adapters of the latest steps
-        self._refused = ""  # why adapters that members share aren't written
+        self.refused = ""  # why adapters that members share aren't written
         self._took = 0.0  # seconds of writing what is written
         self._work = 0
 
     @property
     def written(self) -> bool:
         return self._patch.patched
+
+    @property
+    def in_use(self) -> bool:
+        """Whether adapters are in the weights, here or where the latest steps were computed."""
+        return self.written or any(one.written for one in list(self.elsewhere.values()))
+
+    def all_costs(self) -> list[InPlaceCosts]:
+        """Return what was measured here, and elsewhere."""
+        return [self.costs, *(one.costs for one in list(self.elsewhere.values()))]
 
     @contextmanager
     def step(
@@ -104,12 +123,12 @@ class InPlace:
                 self._run = own.key
                 self.costs.begin(kind, left)
             if by is ChosenBy.COUNTS:
-                pays, stays = fewer_multiplications(work, sites * terms_of(own), left), True
+                wanted = self.written or fewer_multiplications(work, sites * terms_of(own), left)
             else:
-                pays, stays = self.costs.pays(kind, work, sites, left), self.costs.stays(kind)
-            if self.written and not stays:
+                wanted = self.costs.wants(kind, work, sites, left, self.written)
+            if self.written and not wanted:
                 self.leave()
-            elif not self.written and pays:
+            elif not self.written and wanted:
                 self._write(updates, own, work)
             began = self._clock()
             self._serving = self.written
@@ -118,6 +137,35 @@ class InPlace:
             finally:
                 self._serving = False
             self.costs.add_step(kind, self.written, sites, self._clock() - began)
+
+    def write(self, updates: Updates) -> str:
+        """Write updates because another process has chosen it; return why that can't be.
+
+        Others that are there are taken out first, and they are if these can't be written.
+        """
+        with self._lock:
+            self.leave()
+            self._changes()
+            own = self._set(updates)
+            if own is None:
+                return self.refused
+            try:
+                self._write(updates, own, work_of(own))
+            except (OSError, MemoryError, RuntimeError) as error:  # no memory is left, for example
+                self.leave()
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep what `write` has written for a step."""
+        with self._lock:
+            assert self.written, "write() comes first"
+            self._serving = True
+            try:
+                yield
+            finally:
+                self._serving = False
 
     def leave(self) -> None:
         """Take the updates out of the weights, unless a step that uses them runs in this thread.
@@ -162,41 +210,56 @@ class InPlace:
             own = self._adapters.of(updates)
         finally:
             self._adapters.written = written
-        self._refused = "" if own is None else self._refusal(own)
-        return None if self._refused else own
+        self.refused = "" if own is None else self.refusal(own, self.private)
+        return None if self.refused else own
 
-    def _refusal(self, own: AdapterSet) -> str:
-        """Return why adapters can't be written; "" if they can."""
+    def refusal(self, own: AdapterSet, private: bool) -> str:
+        """Return why adapters can't be written; "" if they can.
+
+        Args:
+            own: The adapters.
+            private: Whether other processes keep the weights that they share.
+        """
         settings = self._settings()
         if settings.inductor and settings.prepack:
             return "Inductor's code holds packed weights (prepack=True); compile without prepack"
         if any(type(one.weight) not in PLAIN_TENSORS for one in own.layers):
-            return "they change weights that are packed (quantized)"
+            return (
+                "they change weights that are packed (quantized), and sums rounded to their steps "
+                "aren't what low-rank terms compute"
+            )
         if any(one.weight.is_inference() for one in own.layers):
             return (
                 "weights are inference tensors, of which changes aren't seen; load the model "
                 "outside of torch.inference_mode()"
             )
-        if any(one.weight.device.type == "cpu" and one.weight.is_shared() for one in own.layers):
+        weights = [one.weight for one in own.layers if one.weight.device.type == "cpu"]
+        shared = [one for one in weights if one.is_shared()]
+        if not shared:
+            return ""
+        if not private:
             return "the weights lie in memory that other processes read"
-        return ""
-
-    def refuse(self, why: str) -> None:
-        """Note why adapters that all members of a step share aren't written."""
-        self._refused = why
+        size = sum(one.nbytes for one in shared)
+        if size > PRIVATE_BYTES:
+            return (
+                f"each process would copy {size} bytes of weights, and the limit is {PRIVATE_BYTES}"
+            )
+        return private_memory.refusal(shared)
 
     def describe(self) -> str:
         """Return what was measured and chosen, or why nothing is written; "" without adapters."""
-        if self._refused:
-            return f"Adapters that all members of a step share aren't written: {self._refused}."
-        return self.costs.describe()
+        texts = [description(self.refused, self.costs)]
+        for name, one in list(self.elsewhere.items()):
+            if text := description(one.refused, one.costs):
+                texts.append(f"In {name}: {text}")
+        return "\n".join(filter(None, texts))
 
     def _write(self, updates: Updates, own: AdapterSet, work: int) -> None:
         began = self._clock()
         self._weights.fingerprint()  # of the weights as they are: it stays theirs
         self._follow()
         with self._weights.writing():
-            self._patch.apply(updates)
+            self._patch.apply(updates, self.private)
         self._follow()
         self._adapters.written = own.key
         self.costs.written += 1
@@ -207,6 +270,14 @@ class InPlace:
         for program in list(self._programs.programs.values()):
             self._executor.derived.follow(program)
         self._executor.graphs.follow_packed()
+        for follow in self.followers:
+            follow()
+
+
+def description(refused: str, costs: InPlaceCosts) -> str:
+    if refused:
+        return f"Adapters that all members of a step share aren't written: {refused}."
+    return costs.describe()
 
 
 def work_of(own: AdapterSet) -> int:

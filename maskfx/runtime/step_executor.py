@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.steps import AnyStep, DenseStep
+
+
+@dataclass(frozen=True)
+class SharedAdapters:
+    """Adapters that all members of a step have, and their recordings too.
+
+    Args:
+        updates: The adapters.
+        sites: The number of sites that the members compute.
+        left: Steps in which these adapters will act, this one included.
+    """
+
+    updates: Updates
+    sites: int
+    left: int
 
 
 class StepExecutor(Protocol):
@@ -21,8 +38,19 @@ class StepExecutor(Protocol):
 
     joint: bool
 
-    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[object]:
-        """Return what `CompiledDenoiser.step` would, when the results are there."""
+    def run(
+        self,
+        denoiser: CompiledDenoiser,
+        steps: Sequence[AnyStep],
+        shared: SharedAdapters | None = None,
+    ) -> list[object]:
+        """Return what `CompiledDenoiser.step` would, when the results are there.
+
+        Args:
+            denoiser: The denoiser.
+            steps: The members.
+            shared: Adapters that may be written into the weights for the step.
+        """
         ...
 
 

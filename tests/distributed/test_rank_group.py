@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -14,9 +15,10 @@ import pytest
 
 import maskfx
 from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep
-from maskfx.distributed import processes
+from maskfx.distributed import processes, rank_pool
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.heartbeat import Waits
+from maskfx.distributed.processes import RankProcesses
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.errors import InputError
 from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
@@ -65,6 +67,39 @@ def test_a_step_over_two_processes_and_after_one_was_killed(
     assert group.pool.ranks is not None
     os.kill(group.pool.ranks.all[1].child.pid, signal.SIGKILL)
     assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
+    assert (group.failures, group.computed_here) == (1, 0)
+
+
+@pytest.mark.slow
+def test_ranks_map_a_recording_that_is_copied_once(
+    denoiser: CompiledDenoiser, group: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process gets the places of the rows; a new one, too, and nothing is left of others."""
+    monkeypatch.setattr(rank_pool, "MAPPED", 0)
+    edit, _ = edit_and_dense(denoiser)
+    sent: list[object] = []
+    asked = RankProcesses.ask
+
+    def ask(self: Any, requests: Any) -> Any:
+        sent.extend(request.steps[0].cache.contents for request in requests.values())
+        return asked(self, requests)
+
+    monkeypatch.setattr(RankProcesses, "ask", ask)
+    (wanted,), split = denoiser.step([edit]), group.on(2, Partition(((1.0, 1.0),)))
+    for attention in (None, "heads"):
+        way = group.on(2, Partition(((1.0, 1.0),)), attention)
+        assert error(denoiser.step([edit], way)[0], wanted) < BOUND
+    assert len(group.pool._files.items()) == 1
+    del edit
+    gc.collect()
+    edit, _ = edit_and_dense(denoiser, 5)
+    (wanted,) = denoiser.step([edit])
+    assert error(denoiser.step([edit], split)[0], wanted) < BOUND
+    assert len(group.pool._files.items()) == 1
+    assert group.pool.ranks is not None
+    os.kill(group.pool.ranks.all[1].child.pid, signal.SIGKILL)
+    assert error(denoiser.step([edit], split)[0], wanted) < BOUND
+    assert sent == [None] * len(sent)
     assert (group.failures, group.computed_here) == (1, 0)
 
 

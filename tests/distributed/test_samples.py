@@ -88,6 +88,7 @@ def test_steps_that_stay_whole(denoiser: CompiledDenoiser) -> None:
     samples = StepSamples(denoiser)
     for step in steps:
         assert samples.of(step) == [step]
+    assert len(samples.of(edit)) == 2
 
 
 def test_samples_that_depend_on_each_other_stay_together() -> None:

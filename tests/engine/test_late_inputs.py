@@ -25,10 +25,12 @@ from maskfx.engine.step_process import StepProcess
 from maskfx.ir.late import LateTensor, is_late, wait_for
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.step_batches import StepBatches
+from maskfx.runtime.step_executor import SharedAdapters
 from maskfx.runtime.transport.sent_cache import SentCache
 from maskfx.runtime.transport.shared_tensors import TensorSender
 from maskfx.runtime.transport.tensor_transport import Unsendable
 from tests.factories import more_pipelines  # noqa: F401 - adds pipelines
+from tests.factories.lora import update_of
 from tests.factories.masks import MASKS
 from tests.factories.pipelines import PIPES, anew, call_of, square
 from tests.factories.zoo import ZOO
@@ -113,12 +115,12 @@ def test_a_process_that_is_killed_while_its_result_is_awaited(
     original = StepProcess._ask
     kills: list[int] = []
 
-    def killed(self: StepProcess, process: Any, steps: Any) -> Any:
+    def killed(self: StepProcess, process: Any, *rest: Any) -> Any:
         if process.parts and not kills:  # asked for the second time
             kills.append(process.child.pid)
             threading.Timer(0.05, os.kill, (kills[0], signal.SIGKILL)).start()
             os.kill(kills[0], signal.SIGSTOP)  # it never answers
-        return original(self, process, steps)
+        return original(self, process, *rest)
 
     monkeypatch.setattr(StepProcess, "_ask", killed)
     with maskfx.Engine(own_process=["controlnet"]) as engine:
@@ -140,8 +142,8 @@ def test_the_denoiser_computes_while_its_net_does(monkeypatch: pytest.MonkeyPatc
     events: list[str] = []
     original = StepProcess._ask
 
-    def slow(self: StepProcess, process: Any, steps: Any) -> Any:
-        result = original(self, process, steps)
+    def slow(self: StepProcess, process: Any, *rest: Any) -> Any:
+        result = original(self, process, *rest)
         time.sleep(0.5)
         events.append("net")
         return result
@@ -170,7 +172,7 @@ def test_a_failing_net_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) 
     pipe(**arguments(FLUX, 0))
     alone = made(pipe(**arguments(FLUX)))
 
-    def fails(self: StepProcess, process: Any, steps: Any) -> Any:
+    def fails(self: StepProcess, process: Any, *rest: Any) -> Any:
         raise RuntimeError("the net fails")
 
     with monkeypatch.context() as patch:
@@ -323,3 +325,29 @@ def test_a_late_tensor_waits_where_it_is_read() -> None:
 def no_process_is_left() -> Iterator[None]:
     yield
     assert not [t for t in threading.enumerate() if t.name.startswith("maskfx-step")]
+
+
+def test_a_process_has_adapters_that_members_share_in_its_weights(alone: Any) -> None:
+    """As measured there, in memory of its own; taken out before a step without them."""
+    denoiser, process = alone
+    case = ZOO["FluxControlNetModel"]
+    inputs, own = case.inputs(case.sizes[0], 0), (update_of(denoiser.module, 4, 1),)
+    steps: list[Any] = [maskfx.RecordStep(inputs, own), maskfx.DenseStep(inputs, own)]
+    plain = maskfx.DenseStep(inputs)
+    before = [value.clone() for value in denoiser.module.parameters()]
+    with torch.no_grad():
+        wanted, (without,) = denoiser.step(steps), process.run(denoiser, [plain])
+        for left in range(8, 0, -1):
+            found = process.run(denoiser, steps, SharedAdapters(own, 32, left))
+            pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True)
+            numbers = [(a, b) for a, b in pairs if isinstance(b, Tensor)]
+            assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in numbers)
+        assert all(map(torch.equal, denoiser.module.parameters(), before))
+        (again,) = process.run(denoiser, [plain])
+    chosen = denoiser.in_place.elsewhere["its process"]
+    assert chosen.costs.steps_in_place >= 2
+    assert not chosen.written
+    results = pytree.tree_leaves(again), pytree.tree_leaves(without)
+    assert all(map(torch.equal, *results)), "the weights have their bits again"
+    assert "In its process: Adapters that all members" in denoiser.explain()
+    assert process.computed_here == 0

@@ -106,7 +106,7 @@ class LocalSet:
     def __init__(self, group: Any, ranks: tuple[int, ...]) -> None:
         self.group, self.ranks = group, ranks
 
-    def run(self, denoiser: Any, steps: Any) -> Any:
+    def run(self, denoiser: Any, steps: Any, shared: Any = None) -> Any:
         return self.group.compute(denoiser, steps, self.ranks)
 
 

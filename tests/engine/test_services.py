@@ -117,7 +117,7 @@ class Elsewhere:
 
     joint: bool
 
-    def run(self, denoiser: Any, steps: Sequence[Any]) -> list[Any]:
+    def run(self, denoiser: Any, steps: Sequence[Any], shared: Any = None) -> list[Any]:
         raise AssertionError("no step is computed")
 
 
@@ -309,13 +309,13 @@ def test_requests_go_on_after_their_process_was_lost(
     lost: list[int] = []
     original = StepProcess._ask
 
-    def ask(self: StepProcess, process: Any, steps: Any) -> Any:
+    def ask(self: StepProcess, process: Any, *rest: Any) -> Any:
         if process.parts and not lost:  # its second step
             lost.append(process.child.pid)
             os.kill(process.child.pid, signal.SIGSTOP)  # the step stays in flight
             if kill is signal.SIGKILL:
                 threading.Timer(0.1, os.kill, (process.child.pid, kill)).start()
-        return original(self, process, steps)
+        return original(self, process, *rest)
 
     monkeypatch.setattr(StepProcess, "_ask", ask)
     settings = OwnProcesses(("controlnet",), seconds=30)
@@ -338,9 +338,9 @@ def test_a_process_that_always_dies_leaves_the_step_to_this_one(
     alone = made(pipe(**arguments(FLUX)))
     original = StepProcess._ask
 
-    def ask(self: StepProcess, process: Any, steps: Any) -> Any:
+    def ask(self: StepProcess, process: Any, *rest: Any) -> Any:
         os.kill(process.child.pid, signal.SIGKILL)
-        return original(self, process, steps)
+        return original(self, process, *rest)
 
     monkeypatch.setattr(StepProcess, "_ask", ask)
     with maskfx.Engine(own_process=["controlnet"]) as engine:

@@ -299,8 +299,8 @@ def test_a_thread_that_looks_while_they_are_written_sees_no_change(
     other = threading.Thread(target=lambda: seen.append(denoiser._weights.change().name))
     apply = WeightPatch.apply
 
-    def slow(self: WeightPatch, updates: Updates) -> None:
-        apply(self, updates)
+    def slow(self: WeightPatch, updates: Updates, private: bool) -> None:
+        apply(self, updates, private)
         other.start()
         other.join(0.2)
 

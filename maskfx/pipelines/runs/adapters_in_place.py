@@ -11,6 +11,7 @@ from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.in_place import shared
 from maskfx.runtime.lora.in_place_costs import ChosenBy
 from maskfx.runtime.lora.layers import digests_of
+from maskfx.runtime.step_executor import SharedAdapters
 from maskfx.runtime.steps import EditStep
 
 
@@ -22,13 +23,19 @@ def adapters_in_place(
 
     Yields whether the step is measured for that: all members have the same adapters.
     """
-    updates = shared([member.step.adapters for member in members])
-    if updates and not all(map(was_recorded_so, members)):
-        updates = ()
-    sites = sum(sites_of(member.step, member.call.run.active)[0] for member in members)
-    left = max((steps_left(member) for member in members), default=0) if updates else 0
+    found = shared_adapters(members)
+    updates, sites, left = ((), 0, 0) if found is None else (found.updates, found.sites, found.left)
     with denoiser.in_place.step(updates, len(members), sites, left, by):
-        yield bool(updates)
+        yield found is not None
+
+
+def shared_adapters(members: Sequence[CallMember]) -> SharedAdapters | None:
+    """Return the adapters that all members and their recordings have; None without any."""
+    updates = shared([member.step.adapters for member in members])
+    if not updates or not all(map(was_recorded_so, members)):
+        return None
+    sites = sum(sites_of(member.step, member.call.run.active)[0] for member in members)
+    return SharedAdapters(updates, sites, max(map(steps_left, members)))
 
 
 def was_recorded_so(member: CallMember) -> bool:

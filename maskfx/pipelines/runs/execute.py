@@ -19,7 +19,7 @@ from maskfx.errors import CacheError, InputError, NumberError, SizesDisagree
 from maskfx.ir import progress
 from maskfx.ops import wide
 from maskfx.pipelines.parts.stand_in import computing
-from maskfx.pipelines.runs.adapters_in_place import adapters_in_place
+from maskfx.pipelines.runs.adapters_in_place import adapters_in_place, shared_adapters
 from maskfx.pipelines.runs.computed_sites import sites_of
 from maskfx.pipelines.runs.interception import bars_disabled
 from maskfx.pipelines.runs.run import DenoiserCall
@@ -29,14 +29,11 @@ from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.dense_ways import DenseBatch, DenseWay
 from maskfx.runtime.load_choice import has_loads
 from maskfx.runtime.lora.in_place_costs import ChosenBy
-from maskfx.runtime.step_executor import StepExecutor
+from maskfx.runtime.step_executor import SharedAdapters, StepExecutor
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed
 
 log = logging.getLogger(__name__)
 
-
-# why adapters of such steps aren't written into the weights
-ELSEWHERE = "steps are computed in other processes, which read the weights in shared memory"
 
 Executors = Callable[[CompiledDenoiser], StepExecutor | None]  # None: in this thread
 
@@ -84,7 +81,7 @@ def execute(
             still run when this function returns; by default all have ended.
         in_place: what decides whether adapters that all calls of a denoiser share are written into
             its weights; they stay there, and the caller ends that (`CompiledDenoiser.in_place`).
-            None: they aren't.
+            None: they aren't. Executors decide for themselves.
     """
     left, own = list(calls), threads or StepThreads()
     found = {id(d): executors(d) for d in dict.fromkeys(call.denoiser for call in calls)}
@@ -157,9 +154,8 @@ def run_group(
                 if measured:
                     synchronize(calls[0].denoiser)
         elif flat:
-            if executor is not None and any(member.step.adapters for member in flat):
-                calls[0].denoiser.in_place.refuse(ELSEWHERE)
-            run_parts(calls[0].denoiser, flat, executor)
+            same = None if executor is None else shared_adapters(flat)
+            run_parts(calls[0].denoiser, flat, executor, same)
     # edits of other requests would read wrong values from a recording
     check_finite(m for m in flat if m.error is None and (finite or m.call.recording))
     for own in members:
@@ -180,15 +176,19 @@ def run_parts(
     denoiser: CompiledDenoiser,
     members: Sequence[CallMember],
     executor: StepExecutor | None = None,
+    shared: SharedAdapters | None = None,
 ) -> None:
-    """Run one ragged step; if it fails, run its halves, down to the member that fails."""
+    """Run one ragged step; if it fails, run its halves, down to the member that fails.
+
+    `shared` are adapters that an executor may write into the weights for the step.
+    """
     if executor is None:
         members = run_by_module(denoiser, members)
     if not members:
         return
     try:
         if executor is not None:
-            results = executor.run(denoiser, [member.step for member in members])
+            results = executor.run(denoiser, [member.step for member in members], shared)
         else:
             results = denoiser.step(with_loads(denoiser, members))
     except Exception as error:  # a reference to it keeps what the step computed in memory

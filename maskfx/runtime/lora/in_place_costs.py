@@ -109,6 +109,10 @@ class InPlaceCosts:
             self.lasted = (1 - SMOOTH) * self.lasted + SMOOTH * share
         self._expected = self._came = 0
 
+    def wants(self, kind: SharedStep, work: int, sites: int, left: int, written: bool) -> bool:
+        """Return whether updates are in the weights in the next step; see `pays`."""
+        return self.stays(kind) if written else self.pays(kind, work, sites, left)
+
     def pays(self, kind: SharedStep, work: int, sites: int, left: int) -> bool:
         """Return whether updates that aren't in the weights are written there now.
 
@@ -174,3 +178,18 @@ class InPlaceCosts:
                 "low-rank terms"
             )
         return f"{text}."
+
+
+@dataclass
+class Elsewhere:
+    """What was chosen for the steps of a denoiser that other processes compute.
+
+    Args:
+        costs: Measured there.
+        refused: Why nothing is written there; "" if it may be.
+        written: Whether adapters were in the weights in the latest step.
+    """
+
+    costs: InPlaceCosts = field(default_factory=InPlaceCosts)
+    refused: str = ""
+    written: bool = False

@@ -2,7 +2,8 @@
 
 For a run whose calls all have the same adapters: layers then cost what they cost without. The
 touched weights' originals stay in host memory meanwhile, so that un-patching is a copy; nothing is
-subtracted, which would leave rounding behind.
+subtracted, which would leave rounding behind. Weights that other processes read get memory of this
+process's own for that time, and the originals are the shared memory.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from maskfx.errors import InputError
 from maskfx.ir.values import PLAIN_TENSORS
+from maskfx.runtime.hardware.private_memory import PrivateMemory
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.lora.layers import check_updates, digests_of
 
@@ -32,7 +35,9 @@ class WeightPatch:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._originals: list[tuple[Tensor, Tensor]] = []  # weight, its value on the host
+        # weight, its value on the host; None if other processes share it
+        self._originals: list[tuple[Tensor, Tensor | None]] = []
+        self._private = PrivateMemory()
         self._lock = threading.Lock()
 
     @property
@@ -41,12 +46,18 @@ class WeightPatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the originals in host memory."""
-        return sum(original.nbytes for _, original in self._originals)
+        """Bytes of the originals in host memory, and of copies of weights in shared memory."""
+        copies = sum(one.nbytes for _, one in self._originals if one is not None)
+        return copies + self._private.nbytes
 
     @torch.no_grad()
-    def apply(self, updates: Updates) -> None:
-        """Write updates into the weights; they add up. InputError if others are written already."""
+    def apply(self, updates: Updates, private: bool = False) -> None:
+        """Write updates into the weights; they add up. InputError if others are written already.
+
+        Args:
+            updates: The updates.
+            private: Let other processes that share the weights keep theirs as they are.
+        """
         acting = [one for one in updates if one.weight and one.layers]
         with self._lock:
             if self._originals:
@@ -62,7 +73,7 @@ class WeightPatch:
                 )
             try:
                 for update in layers:
-                    self._write(update.weight, update.whole())
+                    self._write(update.weight, update.whole(), private)
             except BaseException:
                 self._restore()
                 raise
@@ -73,15 +84,22 @@ class WeightPatch:
         with self._lock:
             self._restore()
 
-    def _write(self, weight: Tensor, value: Tensor) -> None:
-        original = weight.detach().to("cpu", copy=True)
-        self._originals.append((weight, original))
+    def _write(self, weight: Tensor, value: Tensor, private: bool) -> None:
+        if private and weight.is_shared():
+            self._private.take(weight)
+            self._originals.append((weight, None))
+        else:
+            self._originals.append((weight, weight.detach().to("cpu", copy=True)))
         weight.copy_(value)
 
     def _restore(self) -> None:
+        self._private.release()
         while self._originals:
             weight, original = self._originals[-1]
-            weight.copy_(original)
+            if original is None:
+                increment_version(weight)
+            else:
+                weight.copy_(original)
             self._originals.pop()
 
 

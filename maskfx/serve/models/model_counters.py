@@ -21,7 +21,8 @@ events = structlog.get_logger(__name__)  # of the server: shown on standard erro
 
 def adapter_counts(adapters: Adapters, family: PipelineSet) -> dict[str, int]:
     """Return the statistics of LoRAs by the names of `Metrics.adapter_counters`."""
-    now, costs = adapters.counts(), [denoiser.in_place.costs for denoiser in denoisers_of(family)]
+    now = adapters.counts()
+    costs = [own for denoiser in denoisers_of(family) for own in denoiser.in_place.all_costs()]
     found = {"hits": now.hits + now.joined, "loads": now.loads, "failures": now.failures}
     found |= {"evictions": now.evictions, "waits": now.waits, "bytes": now.nbytes}
     found |= {"load_ms": int(1e3 * now.load_seconds), "wait_ms": int(1e3 * now.wait_seconds)}

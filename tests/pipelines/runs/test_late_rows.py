@@ -35,7 +35,9 @@ class OnThreads:
         self.ranks = ThreadRanks(denoiser.settings, even, seconds=600)
         self.reads: list[bool] = []
 
-    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
+    def run(
+        self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep], shared: Any = None
+    ) -> list[Any]:
         (step,) = steps
         late = None if isinstance(step, RecordStep) else step.late
         before = 0 if late is None else late.run.reads

@@ -52,8 +52,8 @@ def test_a_patch_that_fails_or_comes_twice_changes_nothing(monkeypatch: pytest.M
     assert all(map(torch.equal, before, weights_of(module)))
     written = WeightPatch._write
 
-    def failing(self: WeightPatch, weight: Tensor, value: Tensor) -> None:
-        written(self, weight, value)
+    def failing(self: WeightPatch, weight: Tensor, value: Tensor, private: bool) -> None:
+        written(self, weight, value, private)
         if weight.dim() == 2:
             raise MemoryError
 
