@@ -53,8 +53,8 @@ class CallSignature:
         call doesn't have are ignored.
         """
         call = getattr(type(pipe), "maskfx_original", type(pipe)).__call__
-        parameters = inspect.signature(call).parameters
-        defaults = {name: each.default for name, each in parameters.items() if name != "self"}
+        parameters = list(inspect.signature(call).parameters.items())[1:]  # without the pipeline
+        defaults = {name: each.default for name, each in parameters}
         own = {name: value for name, value in told.items() if name in defaults}
         net = getattr(pipe, "controlnet", None)
         nets = getattr(net, "nets", None)
