@@ -7,8 +7,7 @@ prompt to the latents or, with `--pixels`, to the picture. The sides, with one t
 
 - `diffusers`: its pipeline.
 - `one`: maskfx's engine in one process.
-- `two`: `Engine(ranks=2)`, which divides each step's branches, or sites where that is predicted to
-  be quicker.
+- `two`: `Engine(ranks=2)`, each of whose ranks computes one branch of a step by the module.
 
 Encoders, scheduler and decoder run in the main process on all sides, so the call gains less than
 its steps. The bound is that of Amdahl: the call with its steps halved. Seconds need idle cores:
@@ -23,6 +22,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -57,15 +57,14 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         for _ in range(2):  # how steps are best divided is measured
             sides["two"](0)
         seconds = harness.alternate(sides, asked.rounds)
-        shares = {
-            name: [step.seconds for step in list(engine.steps)[-asked.steps :]]
+        steps = {
+            name: seconds_of_calls(engine, asked.steps)[-asked.rounds :]
             for name, engine in (("one", one), ("two", two))
         }
         [group] = two.runner.rank_groups()
         divided = [None if part is None else part.seconds for part in group.last]
         failed, here = group.failures, group.computed_here
-    steps = {name: sum(found) for name, found in shares.items()}
-    call_one = seconds["one"][-1]
+    call_one, steps_one = (median(found) for found in (seconds["one"], steps["one"]))
     errors = {}
     if not asked.pixels:
         wanted = kept["diffusers"]
@@ -74,14 +73,21 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         "seconds": {name: harness.figure(found) for name, found in seconds.items()},
         "two_over_one": harness.ratio(seconds["one"], seconds["two"]),
         "two_over_diffusers": harness.ratio(seconds["diffusers"], seconds["two"]),
-        "steps_two_over_one": steps["one"] / steps["two"],
-        "share_of_steps": steps["one"] / call_one,
-        "bound": call_one / (call_one - steps["one"] / 2),
+        "steps_two_over_one": harness.ratio(steps["one"], steps["two"]),
+        "share_of_steps": steps_one / call_one,
+        "bound": call_one / (call_one - steps_one / 2),
         "seconds_of_ranks_in_the_last_step": divided,
         "failures": failed,
         "computed_here": here,
         "relative_errors": errors,
     }
+
+
+def seconds_of_calls(engine: maskfx.Engine, count: int) -> list[float]:
+    """Return the seconds of the steps of each call, the latest last, by their number in a call."""
+    taken = [step.seconds for step in engine.steps]
+    first = len(taken) % count
+    return [sum(taken[at : at + count]) for at in range(first, len(taken), count)]
 
 
 def main(given: list[str]) -> int:
@@ -105,9 +111,10 @@ def main(given: list[str]) -> int:
     rows = [["side", "seconds"]]
     rows += [[name, f"{own['median']:.2f}"] for name, own in found["seconds"].items()]
     print(columns(rows))
+    by_steps, share = found["steps_two_over_one"]["median"], found["share_of_steps"]
     print(
         f"two processes {found['two_over_one']['median']:.2f} times as fast as one, steps "
-        f"{found['steps_two_over_one']:.2f} times; steps are {found['share_of_steps']:.2f} of the "
+        f"{by_steps:.2f} times; steps are {share:.2f} of the "
         f"call, so {found['bound']:.2f} is the bound; errors {found['relative_errors']}"
     )
     return 0
