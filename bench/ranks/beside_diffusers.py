@@ -9,7 +9,10 @@ and a second call, so its hooks are applied by hand, over a gloo world of two pr
 thread. Its ring attention needs an attention that returns its log-sum-exps, which diffusers has on
 GPUs alone. Sides, in turn: the module in one process, our ranks with gathered keys and with divided
 heads, over rings and over gloo, and diffusers. The text is divided on all sides. Results of all
-sides are compared with the module's. Writes ranks-beside-diffusers.json to bench/results. With
+sides are compared with the module's; so is one for a latent that is 1e-4 larger, to show that the
+comparison sees a difference. Our ranks have an error of exactly 0 where the module's operators
+compute each row alone: a rank's rows, and the order of the keys that they attend to, are those of
+one process. Writes ranks-beside-diffusers.json to bench/results. With
 fewer idle cores than processes, the ratios mean little.
 """
 
@@ -39,6 +42,7 @@ from maskfx.ir.head_sources import AttentionWay
 
 DEGREE = 2
 EVEN = Partition(((1.0,) * DEGREE,), (True,))
+CONTROL = "module, another latent"
 ALONE, DIFFUSERS = "module, one process", "diffusers, Ulysses over gloo"
 OURS: dict[str, tuple[str, AttentionWay]] = {
     "ranks, gathered keys": ("rings", "gathered"),
@@ -111,6 +115,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
     }
     results: dict[str, Tensor] = {}
     sent: dict[str, list[int]] = {}
+    other = denoiser.plain(**{**inputs, "hidden_states": 1.0001 * inputs["hidden_states"]})[0]
 
     def ours(name: str) -> None:
         backend, way = OURS[name]
@@ -140,20 +145,28 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
             for group in groups.values():
                 group.stop()
     whole = results[ALONE]
-    return {
+    rows = {
         name: {
             "seconds": figure(times[name]),
             "times faster than one process": ratio(times[ALONE], times[name]),
-            "error": float((results[name] - whole).norm() / whole.norm()),
+            "error": error(results[name], whole),
             "sent": sent.get(name, []),
         }
         for name in sides
     }
+    return {CONTROL: {"error": error(other, whole)}, **rows}
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm())
 
 
 def table(rows: dict[str, Any]) -> str:
     lines = [["side", "ms", "times faster", "error", "KiB sent"]]
     for name, row in rows.items():
+        if name == CONTROL:
+            lines.append([name, "", "", f"{row['error']:.0e}", ""])
+            continue
         ms = f"{1000 * row['seconds']['median']:.0f}"
         faster = f"{row['times faster than one process']['median']:.2f}"
         sent = f"{sum(row['sent']) / 1024:.0f}" if row["sent"] else ""

@@ -51,6 +51,11 @@ def edits(
             return picture_in(events(response.iter_lines()), moved)
     except httpx.InvalidURL as error:
         raise InputError(f"--server {server}: {error}") from None
+    except httpx.ConnectError as error:
+        raise ServerRefused(
+            f"{server} can't be reached ({error}); start a server there with: maskfx serve, or "
+            "give another --server"
+        ) from None
     except httpx.HTTPError as error:
         raise ServerRefused(f"{server}: {error or type(error).__name__}") from None
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 from torch._C import FunctionSchema
 
 from maskfx import ops
-from maskfx.ir.head_sources import AttentionWay, ByHead
+from maskfx.ir.head_sources import AttentionWay, AttentionWays, ByHead
 from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import Interface, Program
 from maskfx.ir.sources import Exchanged, Merged, Source
@@ -32,12 +32,14 @@ class SplitProgram:
         exchanges: By number, what ranks send each other in a step.
         recorded: The same of the graph that records.
         gathered: Where ranks divide heads, why attentions gather keys, by their nodes' names.
+        attentions: The numbers of the exchanges of each attention, by its node's name.
     """
 
     program: Program
     exchanges: dict[int, Sent]
     recorded: dict[int, Sent]
     gathered: dict[str, str]
+    attentions: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def attends(self, way: AttentionWay) -> bool:
         """Return True if an attention is divided in a way other than by gathered keys."""
@@ -46,7 +48,7 @@ class SplitProgram:
 
 
 def split_program(
-    program: Program, attention: AttentionWay = "gathered", joined: bool = True
+    program: Program, attention: AttentionWays = "gathered", joined: bool = True
 ) -> SplitProgram | str:
     """Return a program's graphs for a rank, or why they can't be split.
 
@@ -55,39 +57,42 @@ def split_program(
         attention: How ranks attend. "gathered": keys and values are exchanged. "keys by rank":
             queries and partial results of attentions to cached keys are exchanged, and each rank
             reads its share of these keys. "heads": each rank gets all rows for its share of the
-            heads, and returns the results.
+            heads, and returns the results. Attentions may attend in different ways.
         joined: Whether border rows travel with the moments of the norm before them; rows of late
             members don't.
     """
     inputs: dict[str, Source] = {}
-    gathered: dict[str, str] = {}
+    notes, unread = PassContext(program.interface, {}), PassContext(program.interface, {})
     try:
         module, sent = with_exchanges(
-            program.module, program.interface, inputs, attention, gathered, joined
+            program.module, program.interface, inputs, attention, notes, joined
         )
         recording, recorded = with_exchanges(
-            program.recording, program.interface, inputs, attention, {}, joined
+            program.recording, program.interface, inputs, attention, unread, joined
         )
     except Unsupported as refused:
         return str(refused)
     interface = replace(program.interface, inputs=inputs)
     own = replace(program, module=module, recording=recording, interface=interface)
-    return SplitProgram(own, sent, recorded, gathered)
+    return SplitProgram(own, sent, recorded, notes.gathered, notes.attentions)
 
 
 def with_exchanges(
     module: fx.GraphModule,
     interface: Interface,
     inputs: dict[str, Source],
-    attention: AttentionWay,
-    gathered: dict[str, str],
+    attention: AttentionWays,
+    notes: PassContext,
     joined: bool,
 ) -> tuple[fx.GraphModule, dict[int, Sent]]:
-    """Return a copy of a graph with exchanges, and what they send; add its inputs to `inputs`."""
+    """Return a copy of a graph with exchanges, and what they send; add its inputs to `inputs`.
+
+    What the passes find out about attentions is added to `notes`.
+    """
     graph = fx.Graph(owning_module=module)
     graph.output(graph.graph_copy(module.graph, {}))
     own = replace(interface, inputs=dict(interface.inputs))
-    ctx = PassContext(own, {}, attention=attention, gathered=gathered)
+    ctx = replace(notes, interface=own, attention=attention)
     run_passes(graph, ctx, (Pass(add_exchanges), Pass(join_exchanges))[: 1 + joined])
     for node in graph.find_nodes(op="placeholder"):
         if not node.users:

@@ -6,14 +6,19 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from maskfx.compiler.rank_twins import SplitProgram
-from maskfx.distributed.division.attention_ways import attention_seconds
+from maskfx.distributed.division.attention_ways import (
+    Attention,
+    attention_seconds,
+    attentions_of,
+    quickest_ways,
+)
 from maskfx.distributed.division.links import LinkCosts, shared_texts
 from maskfx.distributed.division.measured_steps import WHOLE, MeasuredSteps
 from maskfx.distributed.division.partition import Partition, divisions
 from maskfx.distributed.division.step_costs import Exchanges, exchanges_of, step_seconds
 from maskfx.distributed.division.work import RankWork
 from maskfx.distributed.rank_step import RankPrograms
-from maskfx.ir.head_sources import WAYS, AttentionWay
+from maskfx.ir.head_sources import WAYS, AttentionWay, AttentionWays
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
@@ -33,6 +38,7 @@ class Divider:
         self._programs = programs
         # by the code of a program
         self._exchanges: dict[tuple[str, AttentionWay], Exchanges] = {}
+        self._attentions: dict[str, list[Attention]] = {}
 
     def exchanges(
         self, program: Program, member: Member, way: AttentionWay = "gathered"
@@ -105,6 +111,26 @@ class Divider:
         }
         flop = self.work.flop(costs.flop)
         return attention_seconds(splits, exchanges, frame, members, work, partition, costs, flop)
+
+    def attention_ways(
+        self,
+        program: Program,
+        frame: Frame,
+        members: Sequence[Member],
+        partition: Partition,
+        costs: LinkCosts,
+    ) -> AttentionWays:
+        """Return the way of each attention for which a batch is predicted to be the quickest."""
+        splits = self._splits(program)
+        if not any(partition.cut) or len(splits) == 1:
+            return "gathered"
+        if program.code not in self._attentions:
+            widths = self.work.widths(program, members[0])
+            self._attentions[program.code] = attentions_of(splits, widths)
+        work = [self.work.of(program, member) for member in members]
+        flop = self.work.flop(costs.flop)
+        found = self._attentions[program.code]
+        return quickest_ways(found, frame, members, work, partition, costs, flop)
 
     def note(
         self,

@@ -8,7 +8,7 @@ from typing import ClassVar
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.exchanges.late_group import LateMember
 from maskfx.distributed.rank_step import RankPart
-from maskfx.ir.head_sources import AttentionWay
+from maskfx.ir.head_sources import AttentionWays
 from maskfx.runtime.cache.rolling.shared_block import RollingContents, RollingState
 from maskfx.runtime.execution.twins import Changed
 from maskfx.runtime.steps import AnyStep
@@ -82,7 +82,7 @@ class PartRequest:
     partition: Partition
     ranks: tuple[int, ...]
     place: int
-    attention: AttentionWay
+    attention: AttentionWays
     joined: bool
     late: tuple[LateMember | None, ...] = ()
     late_bytes: int = 0

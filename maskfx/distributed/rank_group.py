@@ -33,7 +33,7 @@ from maskfx.distributed.requests import part_requests
 from maskfx.distributed.restarts import Restarts
 from maskfx.distributed.step_runs import ATTEMPTS, StepRuns
 from maskfx.errors import InputError
-from maskfx.ir.head_sources import AttentionWay
+from maskfx.ir.head_sources import AttentionWays
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
@@ -124,7 +124,7 @@ class RankGroup:
         self,
         ranks: int | Sequence[int],
         partition: Partition | None = None,
-        attention: AttentionWay | None = None,
+        attention: AttentionWays | None = None,
     ) -> RankSet:
         """Return what computes a batch on some of the ranks, to pass as `split`.
 
@@ -188,13 +188,11 @@ class RankGroup:
         members: Sequence[Member],
         ranks: Sequence[int] | None = None,
         partition: Partition | None = None,
-        attention: AttentionWay | None = None,
+        attention: AttentionWays | None = None,
     ) -> object:
         """Compute a batch, within a step of the denoiser; None if it can't be computed on ranks."""
-        given, own = (
-            (self.denoiser, program, recording, frame, calls, members),
-            self.in_place(ranks),
-        )
+        given = self.denoiser, program, recording, frame, calls, members
+        own = self.in_place(ranks)
         for _ in range(ATTEMPTS):
             batch = RankBatch.of(*given, bool(own.written))
             if not self._divides(batch):
@@ -258,7 +256,7 @@ class RankGroup:
         batch: RankBatch,
         ranks: Sequence[int] | None,
         partition: Partition | None,
-        attention: AttentionWay | None,
+        attention: AttentionWays | None,
         own: RanksInPlace,
     ) -> Any:
         with self.denoiser.unlocked(), self.pool.lease(ranks) as lease:
@@ -316,12 +314,10 @@ class RankGroup:
         ranks = [lease.processes.all[number] for number in lease.ranks]
         return self.late.choose(batch.steps, batch.members, partition, ranks, sent)
 
-    def _attention(self, batch: RankBatch, partition: Partition) -> AttentionWay:
-        """Return the way to attend for which the predicted step is the quickest."""
-        seconds = self.divider.attention(
-            batch.plain, batch.frame, batch.members, partition, self.costs
-        )
-        return min(seconds, key=lambda way: seconds[way])
+    def _attention(self, batch: RankBatch, partition: Partition) -> AttentionWays:
+        """Return the way of each attention for which the predicted step is the quickest."""
+        given = batch.plain, batch.frame, batch.members, partition, self.costs
+        return self.divider.attention_ways(*given)
 
     def free_ended(self) -> None:
         """Let ranks that are free now free the rows of requests that have ended.
@@ -355,7 +351,7 @@ class RankSet:
         group: RankGroup,
         ranks: tuple[int, ...],
         partition: Partition | None = None,
-        attention: AttentionWay | None = None,
+        attention: AttentionWays | None = None,
     ) -> None:
         self.group, self.ranks = group, ranks
         self.partition, self.attention = partition, attention

@@ -16,7 +16,7 @@ from maskfx.config import Settings
 from maskfx.distributed.division.layout import RankLayout
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.exchanges.late_group import ExchangeOrigins
-from maskfx.ir.head_sources import AttentionWay
+from maskfx.ir.head_sources import AttentionWays
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
 from maskfx.ir.sources import Cached
@@ -62,7 +62,7 @@ class RankPrograms:
         self._packed: PackedWeights = WeakIdKeyDictionary()
 
     def split(
-        self, program: Program, attention: AttentionWay = "gathered", joined: bool = True
+        self, program: Program, attention: AttentionWays = "gathered", joined: bool = True
     ) -> SplitProgram | str:
         """Return a program's graphs for a rank, or why they can't be split."""
         key = program.code, attention, joined
@@ -127,7 +127,7 @@ class RankPrograms:
         members: Sequence[Member],
         partition: Partition,
         group: Group,
-        attention: AttentionWay = "gathered",
+        attention: AttentionWays = "gathered",
         joined: bool = True,
     ) -> RankPart:
         """Compute a rank's part of a batch.

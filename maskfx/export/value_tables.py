@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from maskfx.errors import InputError
 from maskfx.export.graph_facts import (
     AnySource,
     GraphFacts,
@@ -28,9 +29,11 @@ from maskfx.ir.lanes import (
     Feature,
     Frames,
     Lane,
+    Part,
     Tokens,
     X,
     Y,
+    atom_name,
     filled,
     fixed_count,
     grid_level,
@@ -236,6 +239,12 @@ class ValueTables:
                 return {"kind": "x", "level": level, "spread": spread}
             case Tokens(segments):
                 return {"kind": "tokens", "segments": self.names(segments)}
+            case Part():
+                raise InputError(
+                    "export: a value that each request gives in full lies along parts of the "
+                    f"picture ({atom_name(atom)}), which manifests can't describe; give it to the "
+                    "denoiser as a picture"
+                )
             case Experts():
                 raise AssertionError("a program that chooses rows by data isn't exported")
 

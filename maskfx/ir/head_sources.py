@@ -14,6 +14,14 @@ from typing import Literal
 AttentionWay = Literal["gathered", "keys by rank", "heads"]
 WAYS: tuple[AttentionWay, ...] = ("gathered", "keys by rank", "heads")
 
+# The way of all attentions, or of some by the names of their nodes; the others gather keys.
+AttentionWays = AttentionWay | tuple[tuple[str, AttentionWay], ...]
+
+
+def way_of(ways: AttentionWays, attention: str) -> AttentionWay:
+    """Return the way of an attention, by the name of its node."""
+    return ways if isinstance(ways, str) else dict(ways).get(attention, "gathered")
+
 
 @dataclass(frozen=True)
 class ByHead:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from maskfx.ir.head_sources import way_of
 from maskfx.ir.lanes import fixed_count, is_image, of_each
 from maskfx.ir.sources import (
     CallSpans,
@@ -83,9 +84,11 @@ class Splitter:
             ops.choose: self.choose,
             ops.pick_tokens: self.pick,
         }
-        rule = rules.get(node.target)
+        rule, name, before = rules.get(node.target), node.name, self.exchanges
         if rule is not None and rule(node):
             self.count += 1
+        if node.target is ops.attend:
+            self.ctx.attentions[name] = tuple(range(before + 1, self.exchanges + 1))
 
     # Rows of other ranks.
 
@@ -147,7 +150,8 @@ class Splitter:
             return False
         edit = Editor(self.graph, self.ctx, node)
         sources = self.source(rest_k), self.source(rest_v)
-        if self.ctx.attention == "heads":
+        way = way_of(self.ctx.attention, node.name)
+        if way == "heads":
             why = reason_to_gather(queries, keys, list(sources), bias is not None)
             if not why:
                 heads = self.ctx.interface.taps[sources[0].tap].shape[0]  # type: ignore[union-attr]
@@ -156,7 +160,7 @@ class Splitter:
                 return True
             self.ctx.gathered[node.name] = why
         shared = all(isinstance(source, Rest) for source in sources) and bias is None
-        if self.ctx.attention != "keys by rank" or not shared:
+        if way != "keys by rank" or not shared:
             k, v = self.exchange(edit, [k, v], keys)  # type: ignore[list-item]
             read = edit.input(f"read_spans_{slug(keys)}", ReadSpans(keys))
             node.args = (q, k, v, rest_k, rest_v, q_spans, read, rest_spans, bias, *more)
@@ -182,7 +186,7 @@ class Splitter:
         (segment,) = lines.segments
         if node.args[8] is not None:
             raise Unsupported(node, "it attends along lines of the picture, with a mask")
-        if self.ctx.attention == "heads":
+        if way_of(self.ctx.attention, node.name) == "heads":
             self.ctx.gathered[node.name] = "it attends along lines"
         each = of_each(segment)  # tokens, with a row for each frame
         if each is not None and all_fixed(each[1:]):

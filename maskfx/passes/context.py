@@ -11,7 +11,7 @@ from torch import fx
 
 from maskfx import ops
 from maskfx.errors import CompileError
-from maskfx.ir.head_sources import AttentionWay
+from maskfx.ir.head_sources import AttentionWays
 from maskfx.ir.lanes import Dim, Lane, NotLaned, lane_of, set_lane
 from maskfx.ir.other_sizes import SizeExpr
 from maskfx.ir.program import Derived, Interface, SideGraph, Tap, derive
@@ -63,6 +63,7 @@ class PassContext:
         plans, stretches: see `maskfx.config.Settings`.
         attention: in a graph that is split over ranks, how these attend.
         gathered: by node name, why an attention gathers keys where ranks divide heads.
+        attentions: by node name, the numbers of the exchanges of an attention.
         layouts: whether weights in another layout are computed; without, they have shapes alone,
             for graphs that are written and not run.
     """
@@ -74,8 +75,9 @@ class PassContext:
     choices: dict[str, Choice] = field(default_factory=dict)
     plans: bool = False
     stretches: bool = False
-    attention: AttentionWay = "gathered"
+    attention: AttentionWays = "gathered"
     gathered: dict[str, str] = field(default_factory=dict)
+    attentions: dict[str, tuple[int, ...]] = field(default_factory=dict)
     layouts: bool = True
 
     @property

@@ -18,7 +18,7 @@ from maskfx.ir.nodes import ancestors, is_symbol_arithmetic
 from maskfx.ir.program import SideGraph
 from maskfx.ir.sources import Given
 from maskfx.ir.values import is_wrapped
-from maskfx.passes.context import NoRows, PassContext, argument, node_value, op_name
+from maskfx.passes.context import NoRows, PassContext, argument, aten, node_value, op_name
 from maskfx.passes.lane_rules.marker import ATTENTION
 from maskfx.passes.lane_rules.mixing import is_within_rows
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
@@ -29,17 +29,19 @@ def lift_side_graphs(graph: fx.Graph, ctx: PassContext) -> int:
 
     Before  k = linear(text, w); y = attention(q, k, v)        (text belongs to the request)
     After   y = attention(q, request_0, v); a request graph returns linear(text, w)
+    and     return y, sample, linear(text, w)
+    becomes return y, clone(sample), clone(request_0)   (sample is an argument)
     Keeps   weights, and values that no side graph needs to compute.
     """
     if ctx.sides:
         return 0
     dense = dense_closure(graph, ctx)
-    output = next(n for n in graph.nodes if n.op == "output")
+    output = graph.output_node()
     for node in output.all_input_nodes:
         if node in dense:
             raise NoRows(node, "the output itself comes from a part that runs in full")
-        if stage_of(node) != STEP:
-            raise NoRows(node, "an output doesn't depend on the picture")
+        if stage_of(node) != STEP or node.op == "placeholder":
+            copy_for(output, node)
     main = [n for n in graph.nodes if is_main(n, dense)]
     request: list[fx.Node] = []
     stepwise: list[fx.Node] = []
@@ -70,6 +72,18 @@ def lift_side_graphs(graph: fx.Graph, ctx: PassContext) -> int:
             count += 1
     remove_rest(graph, output)
     return count
+
+
+def copy_for(output: fx.Node, node: fx.Node) -> None:
+    """Return a copy of a value that no step computes."""
+    lane = lane_of(node)
+    if lane is None or lane.kind == "const":
+        raise NoRows(node, "an output depends on no argument of the call, or only on its size")
+    with output.graph.inserting_before(output):
+        new = output.graph.call_function(aten.clone.default, (node,))
+    new.meta.update(val=node_value(node), stage=STEP)
+    set_lane(new, lane)
+    output.replace_input_with(node, new)
 
 
 def dense_closure(graph: fx.Graph, ctx: PassContext) -> set[fx.Node]:

@@ -91,7 +91,7 @@ class PipelineCall:
         """Bind and check the arguments of a call."""
         options = options or CallOptions()
         arguments = bind_arguments(state.call, (pipe, *args), given)
-        arguments.pop("self", None)
+        arguments.pop(next(iter(state.parameters)), None)  # the pipeline, whatever its name there
         arguments = with_state(arguments, state.parameters)
         name = state.mask_name
         if name in arguments:

@@ -241,9 +241,9 @@ class ValidatedInputs:
 
     def unflatten(self, flat: Sequence[object]) -> object:
         """Return the leaves of a captured graph's result in the module's structure."""
-        spec = self.compilation.capture.out_spec
-        assert spec is not None, "a capture without a graph has no results"
-        return pytree.tree_unflatten(flat, spec)
+        capture = self.compilation.capture
+        assert capture.out_spec is not None, "a capture without a graph has no results"
+        return capture.structured(flat)
 
     def recording(
         self, output: list[object], weights: str, given: Sequence[object] = ()

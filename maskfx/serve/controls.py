@@ -1,4 +1,8 @@
-"""The ControlNets of a request, and the number of its control images and scales: one for each."""
+"""The ControlNets of a request, and the number of its control images and scales: one for each.
+
+A ControlNet that takes several kinds of images at once (`ControlNetUnionModel`) has an image for
+each kind that the field `control_mode` names.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +54,49 @@ def check_controls(sent: int, nets: int) -> None:
         f"control_image must be given {wanted}, not {sent} times.",
         param="control_image",
     )
+
+
+def check_modes(
+    modes: Sequence[int] | None, known: object, kinds: int, images: int, at_once: bool
+) -> None:
+    """Raise ApiError unless it is said what each control image is.
+
+    Args:
+        modes: The field `control_mode`.
+        known: The model's default.
+        kinds: The number of kinds that its ControlNet takes.
+        images: That of the control images.
+        at_once: Whether one ControlNet takes them all.
+    """
+    if modes is None:
+        if known is not None:
+            return
+        raise ApiError(
+            "missing_parameter",
+            f"This model's ControlNet takes {kinds} kinds of images; send the number of the kind, "
+            f"from 0 to {kinds - 1}, as control_mode, once per control image.",
+            param="control_mode",
+        )
+    again = at_once and len(set(modes)) < len(modes)
+    if len(modes) != images or max(modes) >= kinds or again:
+        raise ApiError(
+            "invalid_value",
+            f"control_mode must be a number from 0 to {kinds - 1} per control image"
+            f"{', each another one' if at_once else ''}, not {', '.join(map(str, modes))}.",
+            param="control_mode",
+        )
+
+
+def check_range(start: float | None, end: float | None) -> None:
+    """Raise ApiError if ControlNets would act in no step."""
+    start, end = start or 0.0, 1.0 if end is None else end
+    if start >= end:
+        raise ApiError(
+            "invalid_value",
+            f"control_guidance_start must be less than control_guidance_end, not {start:g} of "
+            f"{end:g}.",
+            param="control_guidance_start",
+        )
 
 
 def check_scales(scales: Sequence[float] | None, nets: int) -> None:

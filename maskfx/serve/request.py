@@ -28,6 +28,7 @@ LORAS = rf"^{LORA}(,{LORA}){{0,7}}$"  # NAME or NAME:WEIGHT, eight at most
 REUSE = r"^(off|judge|[0-9](\.[0-9]{1,6})?)$"  # of patches; a number is a relative change
 SEEDS = 2**63 - 1
 CONTROLS = 16  # control images of a request, at most
+MODE = 63  # number of a kind of control images, at most
 SCALE = 10.0  # of a ControlNet's results, at most
 NET = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(:(10(\.0{1,4})?|[0-9](\.[0-9]{1,4})?))?"
 NETS = rf"^{NET}(,{NET}){{0,15}}$"  # NAME or NAME:SCALE, or none
@@ -47,7 +48,7 @@ class Pictures:
 
     images: tuple[Pixels, ...] = ()  # upright; the first one is edited
     mask: Mask | None = None  # of the first image's size
-    controls: tuple[Pixels, ...] = ()  # one per ControlNet
+    controls: tuple[Pixels, ...] = ()  # one per ControlNet, or per kind that one takes
 
     def arrays(self) -> list[Pixels | Mask]:
         """Return the images, then the mask if there is one, then the control images."""
@@ -122,6 +123,21 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             max_length=CONTROLS,
             description="One number for all ControlNets, or one per ControlNet in their order.",
         ),
+    ] = None
+    control_mode: Annotated[
+        list[Annotated[int, Field(ge=0, le=MODE)]] | None,
+        Parameter("control_mode", argument=True),
+        Field(
+            min_length=1,
+            max_length=CONTROLS,
+            description="What each control image is, for a ControlNet that takes several kinds.",
+        ),
+    ] = None
+    control_start: Annotated[
+        float | None, Parameter("control_guidance_start", argument=True), Field(ge=0, le=1)
+    ] = None
+    control_end: Annotated[
+        float | None, Parameter("control_guidance_end", argument=True), Field(gt=0, le=1)
     ] = None
     nets: Annotated[
         str | None,

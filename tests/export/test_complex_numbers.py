@@ -29,7 +29,7 @@ class Rotated(nn.Module):
         turns = torch.cat([low[:count], high[:count]], -1)
         turns = turns * torch.polar(scale, -scale)
         turns = turns.unsqueeze(-2).expand(-1, 2, -1).reshape(count, 1, 2, 4)
-        turns = turns.squeeze(-3).transpose(-2, -3).permute(1, 0, -1).flatten(-2)
+        turns = turns.squeeze((-3, -4)).transpose(-2, -3).permute(1, 0, -1).flatten(-2)
         with torch.no_grad(), torch.autocast("cuda", enabled=False):
             pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
         rows = turns.index_select(-1, torch.arange(8)).unflatten(-1, (2, 4))[:, 0]
@@ -40,7 +40,7 @@ class Rotated(nn.Module):
     def chosen(self, rows: Tensor, count: int) -> Tensor:
         """Rows by their numbers, the last ones padded and replaced."""
         numbers = torch.arange(count).flip(0)
-        rows = rows[numbers].gather(-1, numbers[:, None].expand(-1, 4) % 4)
+        rows = rows[numbers.int()].gather(-1, numbers[:, None].expand(-1, 4) % 4)
         short = nn.functional.pad(rows[:, :1], (1, 2, 0, 1))
         both = nn.utils.rnn.pad_sequence([rows[1:], short], batch_first=True).repeat(1, 1, 1)
         return torch.where(numbers[:, None] > 2, both[1, 1:], both[0, 1:] + rows)

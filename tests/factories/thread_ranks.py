@@ -22,7 +22,7 @@ from maskfx.distributed.exchanges.late_group import HeldRows, LateGroup
 from maskfx.distributed.late_runs import LateRuns
 from maskfx.distributed.messages import PartResult
 from maskfx.distributed.rank_step import RankPart, RankPrograms, joined
-from maskfx.ir.head_sources import AttentionWay
+from maskfx.ir.head_sources import AttentionWays
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
@@ -105,7 +105,7 @@ class ThreadRanks:
         self,
         settings: Settings,
         partition: Partition,
-        attention: AttentionWay = "gathered",
+        attention: AttentionWays = "gathered",
         seconds: float = 20,
     ) -> None:
         self.partition, self.attention, self.seconds = partition, attention, seconds
@@ -135,7 +135,7 @@ class ThreadRanks:
         steps = [call.step for call in calls]
         sent = program.code, split.recorded if recording else split.exchanges
         late, divisions = self.late.choose(steps, members, partition, self.ranks, sent)
-        attention: AttentionWay = "gathered" if any(late) else self.attention
+        attention: AttentionWays = "gathered" if any(late) else self.attention
         boxes = Boxes()
         for other in range(partition.ranks):
             self.programs.layout(frame.layout, partition, other)

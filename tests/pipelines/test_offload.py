@@ -12,6 +12,7 @@ from accelerate.hooks import add_hook_to_module  # type: ignore[import-untyped,u
 
 import maskfx
 from maskfx.compiler.capture.capture import capture
+from maskfx.runtime.hardware.offload import bring, device_of
 from maskfx.runtime.programs import program_cache
 from tests.factories import emulated
 from tests.factories.offloading import Elsewhere
@@ -50,6 +51,18 @@ def test_an_offloaded_denoiser_computes_what_is_masked_and_is_captured_once(
     assert hook.brought == 2
     assert len(captured) == 1
     assert "runs dense" not in maskfx.explain(pipe)
+
+
+def test_a_hook_of_the_cpu_moves_no_weights_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers makes one for cpu:0 (`enable_model_cpu_offload` on a machine without a GPU)."""
+    module = torch.nn.Linear(2, 2)
+    accelerate.cpu_offload_with_hook(module, torch.device("cpu:0"))
+    bring(module)
+    moved: list[object] = []
+    monkeypatch.setattr(torch.nn.Module, "to", lambda *given: moved.append(given))
+    module(torch.ones(1, 2))
+    assert moved == []
+    assert device_of(module) == torch.device("cpu")
 
 
 @pytest.mark.slow

@@ -194,6 +194,7 @@ def capture_document(capture: Capture, tensors: Tensors) -> CaptureDocument:
         "fixed_batch": capture.fixed_batch,
         "single": capture.single,
         "features": encoded(capture.features),
+        "results": encoded(capture.results),
         "notes": capture.notes,
         "decisions": None
         if decisions is None
@@ -338,6 +339,7 @@ def read_capture(document: CaptureDocument, captured: str, tensors: Tensors) -> 
         fixed_batch=document["fixed_batch"],
         single=document["single"],
         features=decoded(document["features"]),
+        results=decoded(document["results"]),
         decisions=None
         if decisions is None
         else Decisions(

@@ -113,6 +113,7 @@ class CaptureDocument(TypedDict):
     fixed_batch: int | None
     single: bool
     features: Json
+    results: Json
     notes: list[str]
     decisions: DecisionsDocument | None
 

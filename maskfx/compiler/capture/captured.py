@@ -38,6 +38,7 @@ class Capture:
         frozen: the sizes of a graph without symbolic sizes.
         fixed_batch: the only batch size that the graph computes correctly, if there is one.
         features: the shape of each argument at capture.
+        results: the results that aren't tensors, such as None, by their place among all.
         decisions: the branch conditions of the denoiser's Python code, if it has any.
         notes: what was tried, and why it failed.
         single: whether the graph is for calls of one sample only.
@@ -63,6 +64,19 @@ class Capture:
     compared: bool = True
     interrupted: bool = False
     verdicts: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.module is not None:
+            flat = pytree.tree_leaves(self.module.graph.output_node().args[0])
+            self.results = {i: v for i, v in enumerate(flat) if not isinstance(v, fx.Node)}
+
+    def structured(self, flat: Sequence[object]) -> object:
+        """Return results in the module's structure, given all of them or the tensors alone."""
+        if len(flat) < self.out_spec.num_leaves:
+            tensors, places = iter(flat), range(self.out_spec.num_leaves)
+            flat = [self.results[i] if i in self.results else next(tensors) for i in places]
+        return pytree.tree_unflatten(flat, self.out_spec)
 
     def serves(
         self, module: torch.nn.Module, spec: pytree.TreeSpec, values: Sequence[object], sizes: Sizes

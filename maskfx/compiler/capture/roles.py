@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from maskfx.compiler.capture.channels import position_lists, roles_by_channels
 from maskfx.errors import CaptureError, InputError, SizesDisagree
 
 Roles = tuple[str, ...]
@@ -85,8 +86,7 @@ def infer(
             )
     alone = samples(primary, tensors) > 0
     own = override.get(primary)
-    if own is None and tensors[primary].dim() == 5:
-        own = video_roles(primary, tensors, input_channels(module))
+    own = own or roles_by_channels(module, primary, tensors)
     picture = picture_sizes(primary, tensors[primary], own, alone)
     texts: dict[int, str] = {}
     found: dict[str, Roles] = {}
@@ -181,50 +181,6 @@ def picture_sizes(
     grid = (size["y"], size["x"]) if "y" in size else None
     frames = size.get("frames", 1)
     return PictureSizes(roles, size.get("batch", 0), grid, size.get("tokens"), frames)
-
-
-def input_channels(module: torch.nn.Module) -> list[int]:
-    """Return numbers of channels that a module may take, those of its configuration first."""
-    config = getattr(module, "config", None)
-    named = dict(config).items() if isinstance(config, Mapping) else ()
-    found = [n for name, n in named if name.startswith("in_") and isinstance(n, int)]
-    layers = (vars(layer).get("in_channels") for layer in module.modules())
-    return found + [n for n in layers if isinstance(n, int)]
-
-
-def video_roles(path: str, tensors: Mapping[str, torch.Tensor], channels: Sequence[int]) -> Roles:
-    """Return the roles of a video: its channels stand before its frames, behind them, or last.
-
-    Positions along each axis show which, else the number of channels does.
-    """
-    shape = tensors[path].shape
-    forms = {1: ("", "frames", "y", "x"), 2: ("frames", "", "y", "x"), 4: ("frames", "y", "x", "")}
-    found = [axis for number in channels for axis in forms if shape[axis] == number]
-    if shape[1] == 1 and shape[2] > 1:  # one frame, channels last
-        found.insert(0, 4)
-    for positions in position_lists(tensors):
-        counts = [len(tensors[p]) for p in positions]
-        found = [a for a, form in forms.items() if fits(shape, form, counts)] + found
-    return ("batch", *forms[found[0] if found else 1])
-
-
-def fits(shape: Sequence[int], form: Roles, positions: Sequence[int]) -> bool:
-    """Return True if a video of this form has patches of equal sides, one at each position."""
-    size = dict(zip(form, shape[1:], strict=True))
-    if len(positions) != 3 or not all(positions):
-        return False
-    axes = list(zip(("frames", "y", "x"), positions, strict=True))
-    sides = [size[axis] / number for axis, number in axes]
-    return all(side == int(side) for side in sides) and sides[1] == sides[2]
-
-
-def position_lists(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Return the paths of lists of vectors, which hold positions along each axis."""
-    groups: dict[str, list[str]] = {}
-    for path, value in tensors.items():
-        if "." in path and value.dim() == 1:
-            groups.setdefault(path.rpartition(".")[0], []).append(path)
-    return list(groups.values())
 
 
 def axis_positions(tensors: Mapping[str, torch.Tensor], picture: PictureSizes) -> dict[str, Roles]:

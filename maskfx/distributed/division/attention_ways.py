@@ -1,4 +1,4 @@
-"""Chooses how ranks attend, by predicted seconds.
+"""Chooses how ranks attend, by predicted seconds: all attentions alike, or each by itself.
 
 The ways differ in the number of exchanges, the bytes that ranks send, the cached keys and values
 that they read, and, where heads don't divide evenly, in the FLOPs of the slowest rank.
@@ -6,16 +6,18 @@ that they read, and, where heads don't divide evenly, in the FLOPs of the slowes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from maskfx import ops
 from maskfx.compiler.rank_twins import SplitProgram
 from maskfx.distributed.division.links import LinkCosts, shared_keys
 from maskfx.distributed.division.partition import Partition
-from maskfx.distributed.division.step_costs import Exchanges, step_seconds
+from maskfx.distributed.division.step_costs import Exchanges, exchanges_of, step_seconds
 from maskfx.distributed.division.work import Work
-from maskfx.ir.head_sources import AttentionWay, HeadShare
-from maskfx.ir.sources import Rest
+from maskfx.ir.head_sources import AttentionWay, AttentionWays, HeadShare
+from maskfx.ir.sources import ByHead, Merged, Rest
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 
@@ -70,3 +72,93 @@ def keys_by_head(gathered: SplitProgram, split: SplitProgram) -> list[str]:
     taps = {s.tap for s in split.program.interface.inputs.values() if isinstance(s, HeadShare)}
     inputs = gathered.program.interface.inputs.items()
     return [name for name, s in inputs if isinstance(s, Rest) and s.tap in taps]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention whose keys ranks may divide.
+
+    Args:
+        name: The name of its node.
+        cached: The inputs with its cached keys and values, where keys are gathered.
+        heads: Its number of heads of keys, and the number of attentions with as many.
+        exchanges: Its exchanges, by way.
+    """
+
+    name: str
+    cached: tuple[str, ...]
+    heads: tuple[int, int]
+    exchanges: Mapping[AttentionWay, Exchanges]
+
+
+def attentions_of(
+    splits: Mapping[AttentionWay, SplitProgram], widths: Mapping[str, int]
+) -> list[Attention]:
+    """Return the attentions that may attend in several ways.
+
+    Args:
+        splits: The programs of the ways that serve.
+        widths: The bytes of a row of the values of the whole program's graph, by name.
+    """
+    gathered, found = splits["gathered"], []
+    inputs, taps = gathered.program.interface.inputs, gathered.program.interface.taps
+    nodes = gathered.program.module.graph.find_nodes(op="call_function", target=ops.attend)
+    for node in nodes:
+        numbers = gathered.attentions[node.name]
+        own: dict[AttentionWay, Exchanges] = {"gathered": exchanges_of(gathered, widths, numbers)}
+        for way, split in splits.items():
+            sent = [split.exchanges[number] for number in split.attentions[node.name]]
+            if way == "keys by rank" and any(isinstance(one, Merged) for one in sent):
+                own[way] = replace(own["gathered"], count=len(sent))
+            elif way == "heads" and any(isinstance(one, ByHead) for one in sent):
+                own[way] = exchanges_of(split, widths, split.attentions[node.name])
+        if len(own) > 1:
+            cached = tuple(str(rest.target) for rest in node.args[3:5])
+            source = inputs[cached[0]]
+            assert isinstance(source, Rest)
+            found.append(Attention(node.name, cached, (taps[source.tap].shape[0], 1), own))
+    counts = Counter(one.heads[0] for one in found)
+    return [replace(one, heads=(one.heads[0], counts[one.heads[0]])) for one in found]
+
+
+def quickest_ways(
+    attentions: Sequence[Attention],
+    frame: Frame,
+    members: Sequence[Member],
+    work: Sequence[Work],
+    partition: Partition,
+    costs: LinkCosts,
+    flop: float,
+) -> AttentionWays:
+    """Return the way that all attentions have, or else the ways of those that don't gather keys.
+
+    Args:
+        attentions: Those that may attend in several ways.
+        frame: The whole batch.
+        members: Its members.
+        work: Their FLOPs.
+        partition: The ranks' shares of them.
+        costs: What exchanges and loads cost.
+        flop: Seconds per FLOP of a rank.
+    """
+    most = max(sum(share > 0 for share in own) for own in partition.shares)
+    chosen: list[tuple[str, AttentionWay]] = []
+    for one in attentions:
+        number, alike = one.heads
+        own = [of_heads(each, number, alike) for each in work]
+        saved = costs.load * sum(frame.loaded_bytes(members, one.cached).values()) * (1 - 1 / most)
+        seconds = {
+            way: step_seconds(exchanges, members, own, partition, costs, flop)
+            - (saved if way != "gathered" else 0.0)
+            for way, exchanges in one.exchanges.items()
+        }
+        chosen.append((one.name, min(seconds, key=lambda way: seconds[way])))
+    ways = {way for _, way in chosen}
+    if len(ways) < 2:
+        return ways.pop() if ways else "gathered"
+    return tuple((name, way) for name, way in chosen if way != "gathered")
+
+
+def of_heads(work: Work, heads: int, alike: int) -> Work:
+    """Return the FLOPs of one of some attentions alike, as far as ways differ in them."""
+    return Work(0.0, 0.0, 0.0, tuple((n, flops / alike) for n, flops in work.heads if n == heads))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -52,16 +52,21 @@ class HeadExchange:
     back: bool
 
 
-def exchanges_of(split: SplitProgram, widths: Mapping[str, int]) -> Exchanges:
+def exchanges_of(
+    split: SplitProgram, widths: Mapping[str, int], some: Collection[int] | None = None
+) -> Exchanges:
     """Return the exchanges of a program.
 
     Args:
         split: The program.
         widths: The bytes of a row of the values of the whole program's graph, by name.
+        some: The numbers of those that count; by default all.
     """
     whole, heads = [], []
     for node in split.program.module.graph.nodes:
         if node.target not in (ops.exchange, ops.to_heads, ops.from_heads):
+            continue
+        if some is not None and node.args[-1] not in some:
             continue
         source = split.exchanges[node.args[-1]]
         values: list[fx.Node] = node.args[0]
@@ -73,7 +78,8 @@ def exchanges_of(split: SplitProgram, widths: Mapping[str, int]) -> Exchanges:
         assert isinstance(source, Exchanged)
         if reads_all(source.reader):
             whole.append((source.segments, sum(widths[value.name] for value in values)))
-    return Exchanges(len(split.exchanges), tuple(whole), tuple(heads))
+    count = len(split.exchanges if some is None else some)
+    return Exchanges(count, tuple(whole), tuple(heads))
 
 
 def reads_all(reader: Reader | None) -> bool:

@@ -19,7 +19,13 @@ from maskfx.errors import CompileError
 aten = torch.ops.aten
 # operators whose axes shift by none when an axis follows behind
 MOVES = {
-    *(aten.unsqueeze.default, aten.squeeze.dim, aten.select.int, aten.slice.Tensor),
+    *(
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.select.int,
+        aten.slice.Tensor,
+    ),
     *(aten.index_select.default, aten.cat.default, aten.stack.default, aten.split.Tensor),
     *(aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.transpose.int),
     *(aten.flatten.using_ints, aten.unflatten.int, aten.sym_size.int),
@@ -170,8 +176,12 @@ class ComplexPairs:
         given = dict(zip([a.name for a in schema], node.args, strict=False)) | dict(node.kwargs)
         for argument in schema:
             axis = given.get(argument.name, argument.default_value)
-            if argument.name in AXES and isinstance(axis, int):
+            if argument.name not in AXES:
+                continue
+            if isinstance(axis, int):
                 given[argument.name] = axis % rank
+            elif isinstance(axis, list | tuple):
+                given[argument.name] = [each % rank for each in axis]
         places = [a.name for a in schema if a.name in given and not a.kwarg_only]
         node.args = tuple(given[a.name] for a in schema[: len(places)])
         node.kwargs = {a.name: given[a.name] for a in schema if a.kwarg_only and a.name in given}

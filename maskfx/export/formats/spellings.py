@@ -31,6 +31,7 @@ def spell(program: ExportedProgram) -> None:
     drop_idle_squeezes(graph)
     spell_attention(program.graph_module)
     spell_complex(program)
+    widen_indices(graph)
     spell_casts(graph)
     spell_outer_products(graph)
     spell_splits(graph)
@@ -63,6 +64,19 @@ def spell_casts(graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=target):
             node.target, node.args = aten._to_copy.default, node.args[:1]
             node.kwargs = {"dtype": node.meta["val"].dtype}
+
+
+def widen_indices(graph: fx.Graph) -> None:
+    """Give an indexed value numbers of 64 bits, the only ones that ONNX takes there."""
+    for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        for number in dict.fromkeys(node.all_input_nodes[1:]):
+            value = number.meta["val"]
+            if value.dtype in (torch.int64, torch.bool):
+                continue
+            with graph.inserting_before(node):
+                wide = graph.call_function(aten.to.dtype, (number, torch.int64))
+            wide.meta["val"] = value.to(torch.int64)
+            node.replace_input_with(number, wide)
 
 
 def spell_attention(module: fx.GraphModule) -> None:

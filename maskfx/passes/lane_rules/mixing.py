@@ -158,8 +158,9 @@ def along(lane: Lane) -> str:
     It is a row, a column, a place in all frames, one frame as a whole, or parts of these.
     """
     own, every = lane.dims[-2], [a for a in lane.atoms() if isinstance(a, SITES)]
-    known = all(isinstance(a, (*PICTURE, Part)) for a in every)
-    if not known or list(own) != sorted(own, key=site_order) or len(own) in (0, len(every)):
+    if not all(isinstance(a, (*PICTURE, Part)) for a in (*own, *every)):
+        return ""
+    if list(own) != sorted(own, key=site_order) or len(own) in (0, len(every)):
         return ""
     words = []
     for atom in own:

@@ -40,10 +40,18 @@ def whole_hook(module: nn.Module) -> WholeHook | None:
 
 
 def bring(module: nn.Module) -> None:
-    """Move a module to the device that it runs on, if it has such a hook."""
+    """Move a module to the device that it runs on, if it has such a hook.
+
+    Weights on the CPU lie at "cpu". To a hook for "cpu:0", as diffusers makes it, that is another
+    device, and it would move them in the middle of a capture; so it is told the weights' own.
+    """
     hook = whole_hook(module)
-    if hook is not None:
-        hook.pre_forward(module)
+    if hook is None:
+        return
+    hook.pre_forward(module)
+    weight = next(module.parameters(), None)
+    if weight is not None and weight.device == CPU and device_of(module).type == "cpu":
+        hook.execution_device = CPU
 
 
 def device_of(module: nn.Module) -> torch.device:

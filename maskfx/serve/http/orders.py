@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.config import Limits
-from maskfx.serve.controls import check_controls, check_scales, nets_in
+from maskfx.serve.controls import check_controls, check_range, check_scales, nets_in
 from maskfx.serve.errors import ApiError
 from maskfx.serve.http.cancellation import together
 from maskfx.serve.http.forms import (
@@ -150,11 +150,13 @@ class Orders:
                 param = "lora" if adapter is None else "model"
                 raise ApiError("lora_not_found", f"There is no LoRA {lora!r}.", param=param)
         nets = form.parameters().get("nets")
-        used = card.controls if nets is None else len(nets_in(nets, card.nets))
+        modes = form.parameters().get("control_mode") or [0] * card.controls
+        used = len(modes) if nets is None else len(nets_in(nets, card.nets))
         # without a choice, whether any are needed depends on the call: workers check it
         if form.control_image or nets is not None:
             check_controls(len(form.control_image), used)
         check_scales(form.parameters().get("control_scale"), used)
+        check_range(*map(form.parameters().get, ("control_start", "control_end")))
         if isinstance(form, EditForm) and len(form.image) > 1 and "images" not in card.takes:
             raise ApiError(
                 "unsupported_parameter",

@@ -8,17 +8,24 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeGuard, TypeVar
 
 from maskfx.errors import InputError
-from maskfx.serve.controls import Chosen, check_controls, check_scales, nets_in
+from maskfx.serve.controls import (
+    Chosen,
+    check_controls,
+    check_modes,
+    check_range,
+    check_scales,
+    nets_in,
+)
 from maskfx.serve.errors import ApiError
 from maskfx.serve.request import Parameter, Request, parameters_of
 
 # A call may have two guidance arguments; the one that is enabled by default has the effect.
 GUIDANCE = ("guidance_scale", "true_cfg_scale")
-SCALE = "controlnet_conditioning_scale"
+SCALE, MODE = "controlnet_conditioning_scale", "control_mode"
 CALLBACK = "callback_on_step_end"
 TENSORS = "callback_on_step_end_tensor_inputs"
 LONGEST = 100  # letters of a ControlNet's name
@@ -44,6 +51,8 @@ class CallSignature:
     usual: Mapping[str, object] = field(default_factory=dict)  # defaults of the pipeline class
     nets: int | None = None  # ControlNets that get lists of images; None: one gets an image
     names: tuple[str, ...] = ()  # of the ControlNets
+    kinds: int | None = None  # of control images that its ControlNet tells apart
+    union: bool = False  # whether the ControlNet takes images of several kinds at once
 
     @classmethod
     def of(cls, pipe: object, told: Mapping[str, object] = NOTHING) -> CallSignature:
@@ -53,15 +62,21 @@ class CallSignature:
         call doesn't have are ignored.
         """
         call = getattr(type(pipe), "maskfx_original", type(pipe)).__call__
-        parameters = inspect.signature(call).parameters
-        defaults = {name: each.default for name, each in parameters.items() if name != "self"}
+        parameters = list(inspect.signature(call).parameters.items())[1:]  # without the pipeline
+        defaults = {name: each.default for name, each in parameters}
         own = {name: value for name, value in told.items() if name in defaults}
         net = getattr(pipe, "controlnet", None)
         nets = getattr(net, "nets", None)
         names = names_of([] if net is None else [net] if nets is None else nets)
         scaled = SCALE in defaults and "control_image" in defaults
         count = None if nets is None else len(nets)
-        return cls(defaults | own, own, defaults, count, names if scaled else ())
+        config = getattr(net if nets is None else next(iter(nets), None), "config", None)
+        found = cls(defaults | own, own, defaults, count, names if scaled else ())
+        if MODE not in defaults or "control_image" not in defaults:
+            return found
+        several = getattr(config, "num_control_type", None)
+        kinds = several or getattr(config, "num_mode", None)
+        return replace(found, kinds=kinds, union=several is not None and nets is None)
 
     def check_told(self, where: str) -> None:
         """Raise InputError if the model's folder has an invalid value for an argument."""
@@ -104,12 +119,34 @@ class CallSignature:
         if parameter.name == GUIDANCE[0]:
             return self.guidance
         there = self.negates if parameter.name == "negative_prompt" else self.has(parameter.name)
+        if parameter.name == MODE:
+            there = self.kinds is not None
         return parameter.name if parameter.argument and there else None
 
     @property
     def controls(self) -> int:
-        """The number of control images of a call that takes any."""
-        return self.nets or 1
+        """The number of control images of a call that takes any and names no kinds."""
+        known = self.defaults.get(MODE)
+        return len(known) if self.union and isinstance(known, list) else self.nets or 1
+
+    def used(self, request: Request) -> int:
+        """Return the number of control images that a request needs."""
+        if self.union and request.control_mode is not None:
+            return len(request.control_mode)
+        return self.controls if request.nets is None else len(self.chosen(request.nets))
+
+    def mode(self, request: Request | None) -> int | list[int] | None:
+        """Return the value of `control_mode`; None for the pipeline's default.
+
+        Without a request that of a warm-up: the first kind, unless the model's folder has another.
+        """
+        sent = [0] * self.controls if request is None else request.control_mode
+        if self.kinds is None or sent is None or (request is None and self.told.get(MODE)):
+            return None
+        if request is not None and request.nets is not None:  # nets that aren't used get the first
+            given = dict(zip((name for name, _ in self.chosen(request.nets)), sent, strict=True))
+            sent = [given.get(name, 0) for name in self.names]
+        return sent[0] if self.nets is None and len(sent) == 1 else list(sent)
 
     def control(
         self, images: Sequence[T], nets: str | None = None, blank: T | None = None
@@ -122,7 +159,8 @@ class CallSignature:
             assert blank is not None, "a net that isn't used gets an image"
             given = dict(zip((name for name, _ in self.chosen(nets)), images, strict=True))
             images = [given.get(name, blank) for name in self.names]
-        return images[0] if self.nets is None else list(images)
+        alone = self.nets is None and len(images) == 1
+        return images[0] if alone else list(images)
 
     def chosen(self, nets: str | None) -> Chosen:
         """Return the nets that the field `controlnet` chooses, with the scales in it."""
@@ -137,7 +175,7 @@ class CallSignature:
         if request.nets is None:
             if sent is None:
                 return None
-            scales = [*sent] * self.controls if len(sent) == 1 else [*sent]
+            scales = [*sent] * self.used(request) if len(sent) == 1 else [*sent]
         else:
             found = self.chosen(request.nets)
             usual = [*(sent or [self.usual_scale()])]
@@ -145,7 +183,7 @@ class CallSignature:
             pairs = zip(found, usual, strict=True)
             given = {name: other if own is None else own for (name, own), other in pairs}
             scales = [given.get(name, 0.0) for name in self.names]
-        return scales[0] if self.nets is None else scales
+        return scales[0] if self.nets is None and len(scales) == 1 else scales
 
     def usual_scale(self) -> float:
         found = self.number(SCALE)
@@ -169,21 +207,26 @@ class CallSignature:
                 raise refused(parameter.name)
         if request.nets is not None and not self.names:
             raise refused("controlnet")
-        used = self.controls if request.nets is None else len(self.chosen(request.nets))
+        used = self.used(request)
         if self.has("control_image"):
             check_controls(controls, used)
         elif controls:
             raise refused("control_image")
         check_scales(request.control_scale, used)
+        check_range(request.control_start, request.control_end)
+        if self.kinds is not None and controls:
+            check_modes(request.control_mode, self.defaults.get(MODE), self.kinds, used, self.union)
 
     def arguments(self, request: Request) -> dict[str, object]:
         """Return the call arguments for text and numbers; others keep their defaults."""
         found = dict(self.told)
         for parameter, value in arguments_in(request):
             found[self.argument(parameter) or parameter.name] = value
-        scale = self.scale(request)
-        if scale is not None:
-            found[SCALE] = scale
+        found |= {
+            name: value
+            for name, value in ((SCALE, self.scale(request)), (MODE, self.mode(request)))
+            if value is not None
+        }
         # true_cfg_scale guides away from the negative prompt and has no effect without one
         if "true_cfg_scale" in found and self.negates:
             found.setdefault("negative_prompt", "")

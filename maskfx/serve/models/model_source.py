@@ -115,7 +115,7 @@ def with_controlnets(pipe: Pipeline, nets: Sequence[nn.Module]) -> object:
             continue
         if same:
             try:
-                return task.from_pipe(pipe, controlnet=net)
+                return of_family(task.from_pipe(pipe, controlnet=net), nets[0])
             except (ValueError, TypeError) as error:
                 raise InputError(
                     f"controlnets: diffusers has no {type(pipe).__name__} with "
@@ -125,6 +125,19 @@ def with_controlnets(pipe: Pipeline, nets: Sequence[nn.Module]) -> object:
         f"controlnets: diffusers has no class for {type(pipe).__name__} with ControlNets; serve "
         "the folder of a pipeline that has them"
     )
+
+
+def of_family(pipe: Any, net: nn.Module) -> object:
+    """Return a pipeline as diffusers' class for this kind of ControlNet, if it has another one.
+
+    `ControlNetUnionModel` has pipelines of its own, named after it.
+    """
+    import diffusers
+
+    family = type(net).__name__.removesuffix("Model")
+    name = type(pipe).__name__.replace("ControlNet", family)
+    own: Any = getattr(diffusers, name, type(pipe))
+    return pipe if own is type(pipe) else own.from_pipe(pipe)
 
 
 @contextmanager

@@ -136,6 +136,8 @@ def arguments_of(member: PipelineMember, canvas: Canvas, steps: int = STEPS) -> 
         given["generator"] = torch.Generator().manual_seed(0)
     if signature.has("control_image"):
         given["control_image"] = signature.control([canvas.image()] * signature.controls)
+        if (mode := signature.mode(None)) is not None:
+            given["control_mode"] = mode
     return given
 
 

@@ -18,9 +18,13 @@ from maskfx.pipelines.runs import execute
 from maskfx.pipelines.runs.run import DenoiserCall
 from maskfx.pipelines.runs.step_members import CallMember, choose_steps
 from maskfx.serve.models.model import Made
-from maskfx.serve.models.model_source import load_pipeline
+from maskfx.serve.models.model_source import load_pipeline, of_family
 from maskfx.serve.request import Pictures
-from tests.factories import pipelines
+from tests.factories import (
+    edit_pipelines,  # noqa: F401 - adds pipelines
+    more_pipelines,  # noqa: F401 - adds pipelines
+    pipelines,
+)
 from tests.factories.served import SIDE, Served, build, edit, job, picture, square
 from tests.factories.shipped import ship_unet
 from tests.factories.zoo import SD15
@@ -89,6 +93,19 @@ def test_what_is_no_controlnet_is_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="can't be loaded.*the folder of a ControlNet"):
         load_pipeline(str(model), "float32", "cpu", [str(tmp_path / "empty")])
+
+
+def test_a_controlnet_of_several_kinds_gets_its_own_class() -> None:
+    import diffusers
+
+    library: Any = diffusers
+    union = pipelines.PIPES["StableDiffusionXLControlNetUnionInpaintPipeline"].build()
+    other = library.StableDiffusionXLControlNetInpaintPipeline(**union.components)
+    found: Any = of_family(other, union.controlnet)
+    assert type(found) is type(union)
+    assert found.controlnet is union.controlnet
+    plain = pipelines.PIPES["StableDiffusionControlNetInpaintPipeline"].build()
+    assert of_family(plain, plain.controlnet) is plain
 
 
 CONTROLS = (picture(5), picture(6))
