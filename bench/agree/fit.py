@@ -16,10 +16,10 @@ import numpy as np
 
 from bench.agree.server import Batched, Ended, Moved, Note, Started
 from maskfx.runtime.planner.least_squares import Floats, non_negative
-from maskfx.serve.scheduling.composition import Composition
-from maskfx.serve.scheduling.cost_model import COEFFICIENTS, FittedCosts
-from maskfx.serve.scheduling.load import Work
-from maskfx.serve.scheduling.regression import explained
+from maskfx.scheduling.composition import Composition
+from maskfx.scheduling.cost_model import COEFFICIENTS, FittedCosts
+from maskfx.scheduling.load import Work
+from maskfx.scheduling.regression import explained
 
 Row = tuple[tuple[float, ...], float]
 Span = tuple[float, float]

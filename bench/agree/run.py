@@ -40,10 +40,10 @@ from bench.masks import make
 from bench.simulate.run import replay
 from bench.simulate.simulation import Simulation
 from bench.simulate.traffic import Line, gaps, ratios, read_trace
+from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.load import Demand, Work
+from maskfx.scheduling.scheduler import make_scheduler
 from maskfx.serve.models import fake_model
-from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.load import Demand, Work
-from maskfx.serve.scheduling.scheduler import make_scheduler
 
 RESULTS = ROOT / "bench" / "results"
 FAKE = "fake:seconds_per_step=0.01,seconds_per_site=0.0001"

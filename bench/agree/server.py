@@ -17,14 +17,15 @@ from typing import BinaryIO
 
 import msgspec
 
+from maskfx.scheduling.load import Work
+from maskfx.scheduling.step_reports import Stepped
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.frontend.dispatch import Dispatch
 from maskfx.serve.frontend.frontend import Front
 from maskfx.serve.frontend.ticket import RequestTicket
 from maskfx.serve.frontend.worker_pool import WorkerState
 from maskfx.serve.launch import serve
-from maskfx.serve.messages import Done, FromWorker, JobProgress, Stepped
-from maskfx.serve.scheduling.load import Work
+from maskfx.serve.messages import Done, FromWorker, JobProgress
 from maskfx.serve.workers.pixels import Part
 
 

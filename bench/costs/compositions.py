@@ -40,10 +40,10 @@ from bench.costs.predictors import errors, predictors
 from bench.costs.steps import SIZES, StepSeen, measure
 from bench.harness import ROOT, header, write_json
 from maskfx.runtime.planner.least_squares import Floats
-from maskfx.serve.messages import StepMember, Stepped
-from maskfx.serve.scheduling.composition import Composition
-from maskfx.serve.scheduling.cost_model import COEFFICIENTS, START, FittedCosts, LearnedCosts
-from maskfx.serve.scheduling.step_fit import StepFit
+from maskfx.scheduling.composition import Composition
+from maskfx.scheduling.cost_model import COEFFICIENTS, START, FittedCosts, LearnedCosts
+from maskfx.scheduling.step_fit import StepFit
+from maskfx.scheduling.step_reports import StepMember, Stepped
 
 RESULTS = ROOT / "bench" / "results"
 MODELS = ("unet", "dit")

@@ -25,8 +25,8 @@ from torch import nn
 
 from bench.harness import ROOT
 from maskfx.runtime.planner.least_squares import non_negative
-from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.regression import explained
+from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.regression import explained
 from maskfx.shipped import reference
 
 SIDES, REQUESTS, TEXT = (24, 32, 40), (1, 2, 4), 32

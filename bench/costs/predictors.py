@@ -1,7 +1,7 @@
 """Predictors of a step's seconds from its composition: what serves, and what it is compared with.
 
 `fit` sees a history of steps; `predict` returns the seconds of others. The server's predictor is
-`maskfx.serve.scheduling.step_fit.StepFit`; the others are here only.
+`maskfx.scheduling.step_fit.StepFit`; the others are here only.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 
 from maskfx.runtime.planner.least_squares import Floats
 from maskfx.runtime.step_kinds import StepKind
-from maskfx.serve.messages import StepMember
-from maskfx.serve.scheduling.composition import Composition
-from maskfx.serve.scheduling.cost_model import START
-from maskfx.serve.scheduling.regression import ObservationWindow
-from maskfx.serve.scheduling.step_fit import StepFit
+from maskfx.scheduling.composition import Composition
+from maskfx.scheduling.cost_model import START
+from maskfx.scheduling.regression import ObservationWindow
+from maskfx.scheduling.step_fit import StepFit
+from maskfx.scheduling.step_reports import StepMember
 
 Members = Sequence[StepMember]
 

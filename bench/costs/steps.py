@@ -31,7 +31,7 @@ from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.quality import Quality
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.step_kinds import StepKind
-from maskfx.serve.messages import StepMember
+from maskfx.scheduling.step_reports import StepMember
 from maskfx.serve.models.model_counters import shares_of
 from maskfx.serve.models.pipeline_model import members_of
 from maskfx.shipped import reference

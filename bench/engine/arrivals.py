@@ -25,7 +25,7 @@ from bench.engine.bed import Bench, Request
 from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.engine.placement import InEngineLoop
 from maskfx.runtime.hardware import cpu_threads as giving
-from maskfx.serve.scheduling.slack_admission import SlackAdmission
+from maskfx.scheduling.slack_admission import SlackAdmission
 
 Blocks = dict[str, list[dict[str, Any]]]  # by load
 

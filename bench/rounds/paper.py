@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import floor, inf
 
-from maskfx.serve.scheduling.degree_costs import StepProfile
-from maskfx.serve.scheduling.load import Work
-from maskfx.serve.scheduling.placement import Devices
-from maskfx.serve.scheduling.round_plan import DeviceGroup, Round, RoundRequest
+from maskfx.scheduling.degree_costs import StepProfile
+from maskfx.scheduling.load import Work
+from maskfx.scheduling.placement import Devices
+from maskfx.scheduling.round_plan import DeviceGroup, Round, RoundRequest
 
 EDGE = 1e-9
 BATCH = 8  # requests in a group at most, as in `RoundSettings`

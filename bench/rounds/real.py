@@ -30,13 +30,13 @@ import maskfx
 from bench.harness import ROOT, header, write_json
 from bench.report import columns
 from bench.rounds.simulation import Machine, Outcome, simulate_fixed, simulate_rounds
-from maskfx.engine.round_policy import RankedGroup, RoundCall, RoundDecision, StepLoad
 from maskfx.engine.ticket import Ticket
 from maskfx.errors import DeadlineMissed
-from maskfx.serve.scheduling.degree_costs import DEGREES, DegreeCosts
-from maskfx.serve.scheduling.elastic import SETTINGS, ElasticRounds
-from maskfx.serve.scheduling.load import Demand, Work
-from maskfx.serve.scheduling.rounds import RoundScheduler
+from maskfx.scheduling.degree_costs import DEGREES, DegreeCosts
+from maskfx.scheduling.elastic import SETTINGS, ElasticRounds
+from maskfx.scheduling.load import Demand, Work
+from maskfx.scheduling.round_policy import RankedGroup, RoundCall, RoundDecision, StepLoad
+from maskfx.scheduling.rounds import RoundScheduler
 
 SIDES = (128, 256, 384)  # pixels
 PROMPT = "a red circle"

@@ -54,11 +54,11 @@ from bench.rounds.workloads import (
     flux_costs,
     images,
 )
-from maskfx.serve.scheduling.degree_costs import DegreeCosts
-from maskfx.serve.scheduling.knapsack import Option, choose_options
-from maskfx.serve.scheduling.load import Demand, Work
-from maskfx.serve.scheduling.round_plan import Round, RoundRequest, RoundSettings
-from maskfx.serve.scheduling.rounds import RoundScheduler
+from maskfx.scheduling.degree_costs import DegreeCosts
+from maskfx.scheduling.knapsack import Option, choose_options
+from maskfx.scheduling.load import Demand, Work
+from maskfx.scheduling.round_plan import Round, RoundRequest, RoundSettings
+from maskfx.scheduling.rounds import RoundScheduler
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 COMPARED = ("scales", "rates", "homogeneous", "granularity", "edits")  # the margins are of these

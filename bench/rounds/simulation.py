@@ -16,11 +16,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from maskfx.serve.scheduling.degree_costs import StepProfile
-from maskfx.serve.scheduling.load import Demand
-from maskfx.serve.scheduling.placement import Devices
-from maskfx.serve.scheduling.round_plan import Round, RoundRequest
-from maskfx.serve.scheduling.rounds import RoundScheduler
+from maskfx.scheduling.degree_costs import StepProfile
+from maskfx.scheduling.load import Demand
+from maskfx.scheduling.placement import Devices
+from maskfx.scheduling.round_plan import Round, RoundRequest
+from maskfx.scheduling.rounds import RoundScheduler
 
 EDGE = 1e-9
 

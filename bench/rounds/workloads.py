@@ -16,9 +16,9 @@ import numpy as np
 
 from bench.simulate.serving_costs import load as load_costs
 from bench.simulate.traffic import gaps, ratios
-from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.degree_costs import DegreeCost, DegreeCosts
-from maskfx.serve.scheduling.load import Demand, Work
+from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.degree_costs import DegreeCost, DegreeCosts
+from maskfx.scheduling.load import Demand, Work
 
 # Printed in the paper: FLUX.1-dev on H100s.
 TOKENS = {256: 256, 512: 1024, 1024: 4096, 2048: 16384}

@@ -30,10 +30,10 @@ from bench.simulate.run import CPU, GPU, RESULTS, WORKLOADS, over_seeds, simulat
 from bench.simulate.serving_costs import load as load_costs
 from bench.simulate.simulation import Served
 from bench.simulate.traffic import Workload
-from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.load import Scheduler
-from maskfx.serve.scheduling.router import make_router
-from maskfx.serve.scheduling.scheduler import FcfsScheduler, SlackScheduler
+from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.load import Scheduler
+from maskfx.scheduling.router import make_router
+from maskfx.scheduling.scheduler import FcfsScheduler, SlackScheduler
 
 LOADS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3)
 ENOUGH = 0.9

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from maskfx.runtime.planner.least_squares import Floats
-from maskfx.serve.scheduling.fleet import Fleet, Forecast
-from maskfx.serve.scheduling.load import Decision, Demand, Worker
+from maskfx.scheduling.fleet import Fleet, Forecast
+from maskfx.scheduling.load import Decision, Demand, Worker
 
 
 class AssignedRouter:

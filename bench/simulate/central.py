@@ -29,10 +29,10 @@ from bench.simulate.run import (
 from bench.simulate.serving_costs import load as load_costs
 from bench.simulate.simulation import Served
 from bench.simulate.traffic import Workload
-from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.load import Scheduler
-from maskfx.serve.scheduling.router import make_router
-from maskfx.serve.scheduling.scheduler import FcfsScheduler, SlackScheduler
+from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.load import Scheduler
+from maskfx.scheduling.router import make_router
+from maskfx.scheduling.scheduler import FcfsScheduler, SlackScheduler
 
 CENTRAL = "central"
 ASKED = 0.3

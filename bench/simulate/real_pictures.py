@@ -41,17 +41,17 @@ from bench.harness import ROOT, header, write_json
 from bench.simulate.baselines import FixedBatchScheduler
 from bench.simulate.simulation import Simulation
 from bench.simulate.traffic import gaps
-from maskfx.engine.admission_policy import AdmissionDecision, AdmissionPolicy
-from maskfx.engine.round_policy import RoundCall, StepLoad
 from maskfx.engine.step_runner import Step
 from maskfx.runtime.reuse.step_selection import WHOLE
 from maskfx.runtime.step_kinds import StepKind
+from maskfx.scheduling.admission_policy import AdmissionDecision, AdmissionPolicy
+from maskfx.scheduling.composition import Composition
+from maskfx.scheduling.cost_model import COEFFICIENTS, FittedCosts
+from maskfx.scheduling.load import Demand, Scheduler, Work
+from maskfx.scheduling.round_policy import RoundCall, StepLoad
+from maskfx.scheduling.router import make_router
+from maskfx.scheduling.scheduler import FcfsScheduler, SlackScheduler
 from maskfx.serve.models.pipeline_model import members_of
-from maskfx.serve.scheduling.composition import Composition
-from maskfx.serve.scheduling.cost_model import COEFFICIENTS, FittedCosts
-from maskfx.serve.scheduling.load import Demand, Scheduler, Work
-from maskfx.serve.scheduling.router import make_router
-from maskfx.serve.scheduling.scheduler import FcfsScheduler, SlackScheduler
 from maskfx.shipped import reference
 
 RESULTS = ROOT / "bench" / "results"

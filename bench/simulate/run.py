@@ -38,10 +38,10 @@ from bench.simulate.baselines import AssignedRouter
 from bench.simulate.serving_costs import load as load_costs
 from bench.simulate.simulation import Served, Simulation
 from bench.simulate.traffic import Workload, capacity, demands, read_trace, single_size
-from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.load import Demand, Scheduler
-from maskfx.serve.scheduling.router import ROUTERS, Router, choose, make_router
-from maskfx.serve.scheduling.scheduler import (
+from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.load import Demand, Scheduler
+from maskfx.scheduling.router import ROUTERS, Router, choose, make_router
+from maskfx.scheduling.scheduler import (
     SCHEDULERS,
     FcfsScheduler,
     SlackScheduler,

@@ -14,8 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.regression import ObservationWindow
+from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.regression import ObservationWindow
 
 BENCH = Path(__file__).resolve().parents[1]
 COSTS = BENCH / "costs"

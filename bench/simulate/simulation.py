@@ -21,9 +21,9 @@ from math import ceil, floor, inf
 
 import numpy as np
 
-from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.fleet import Fleet
-from maskfx.serve.scheduling.load import Demand, Scheduler, TemplateTier, Worker
+from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.fleet import Fleet
+from maskfx.scheduling.load import Demand, Scheduler, TemplateTier, Worker
 
 EDGE = 1e-9  # of a step: rounding at its end
 

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskfx.errors import InputError
-from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.load import Demand, Work
+from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.load import Demand, Work
 
 Floats = NDArray[np.float64]
 

@@ -43,10 +43,10 @@ from bench.simulate.simulation import Simulation
 from bench.simulate.traffic import gaps
 from maskfx.runtime.reuse.step_selection import WHOLE
 from maskfx.runtime.step_kinds import StepKind
-from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.load import Demand, Scheduler, Work
-from maskfx.serve.scheduling.router import make_router
-from maskfx.serve.scheduling.scheduler import FcfsScheduler, SlackScheduler
+from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.load import Demand, Scheduler, Work
+from maskfx.scheduling.router import make_router
+from maskfx.scheduling.scheduler import FcfsScheduler, SlackScheduler
 
 LOADS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5)
 SLOTS, QUEUE = 16, 4096

@@ -1,4 +1,4 @@
 """Continuous batching: execute denoiser steps of many requests, each in its pipeline's own code.
 
-May import: pipelines, distributed, runtime, ir, config, errors. Begin with `engine.py`.
+May import: scheduling, pipelines, distributed, runtime, ir, config, errors. Begin with `engine.py`.
 """

@@ -1,27 +1,25 @@
 """DefaultAdmission: the policy of an engine that was given none; it acts where there are deadlines.
 
 Requests begin at once, as without a policy, while none of those that wait or step has a deadline,
-and until enough steps were measured to predict further ones. After that the server's scheduler
-decides. It is looked up by its name when the first deadline is seen, as public names of the package
-are, so the engine doesn't import the server; without maskfx[serve] requests always begin at once.
+and until enough steps were measured to predict further ones. After that `SlackAdmission` decides.
+It is imported when the first deadline is seen, because what it needs is installed with
+maskfx[serve]; without that requests always begin at once.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from importlib import import_module
 from math import isfinite
 from typing import Literal
 
-from maskfx.engine.admission_policy import AdmissionDecision, AdmissionPolicy
-from maskfx.engine.round_policy import RoundCall, StepLoad
+from maskfx.scheduling.admission_policy import AdmissionDecision, AdmissionPolicy
+from maskfx.scheduling.round_policy import RoundCall, StepLoad
 
 Default = Literal["default"]
 
 log = logging.getLogger(__name__)
 
-HOME, NAME = "maskfx.serve.scheduling.slack_admission", "SlackAdmission"
 MEASURED = 8  # steps, from which on costs are known
 
 
@@ -57,10 +55,10 @@ class DefaultAdmission:
 
 
 def slack_admission() -> AdmissionPolicy | None:
-    """Return the server's scheduler as a policy; None if what it needs isn't installed."""
+    """Return a policy by slack; None if what it needs isn't installed."""
     try:
-        found: AdmissionPolicy = getattr(import_module(HOME), NAME)()
+        from maskfx.scheduling.slack_admission import SlackAdmission
     except ImportError as error:
         log.info("requests with deadlines begin at once (%s): install maskfx[serve]", error)
         return None
-    return found
+    return SlackAdmission()

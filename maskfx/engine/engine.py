@@ -16,12 +16,10 @@ from math import inf
 from typing import TypeVar
 
 from maskfx.engine.admission import Admission
-from maskfx.engine.admission_policy import AdmissionPolicy
 from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest
 from maskfx.engine.default_admission import Default
 from maskfx.engine.own_pipeline import OwnPipelines
 from maskfx.engine.placement import InRequestThreads, Placement
-from maskfx.engine.round_policy import RoundPolicy
 from maskfx.engine.round_runner import RoundRunner
 from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.step_admission import step_admission
@@ -35,6 +33,8 @@ from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.pipelines.runs.run import DenoiserCall
 from maskfx.pipelines.waiting import LOOK
 from maskfx.runtime.hardware.cpu_threads import give_back, settle, share_cores
+from maskfx.scheduling.admission_policy import AdmissionPolicy
+from maskfx.scheduling.round_policy import RoundPolicy
 
 log = logging.getLogger(__name__)
 

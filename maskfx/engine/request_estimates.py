@@ -11,9 +11,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 
-from maskfx.engine.round_policy import RoundCall, StepLoad
 from maskfx.engine.step_load import load_ahead, load_of, steps_left
 from maskfx.engine.ticket import ParkedCalls, Ticket
+from maskfx.scheduling.round_policy import RoundCall, StepLoad
 
 DECODES = 8  # latest times from the last step to the result that count, by size of the picture
 

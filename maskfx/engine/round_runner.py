@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from maskfx.engine.request_estimates import RequestEstimates
-from maskfx.engine.round_policy import (
+from maskfx.engine.ticket import ParkedCalls, Ticket
+from maskfx.errors import DeadlineMissed
+from maskfx.scheduling.round_policy import (
     RankedGroup,
     RoundCall,
     RoundDecision,
     RoundPolicy,
     check,
 )
-from maskfx.engine.ticket import ParkedCalls, Ticket
-from maskfx.errors import DeadlineMissed
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from math import isfinite
 
-from maskfx.engine.admission_policy import AdmissionDecision, AdmissionPolicy, check
 from maskfx.engine.default_admission import Default, DefaultAdmission
 from maskfx.engine.request_estimates import RequestEstimates
-from maskfx.engine.round_policy import RoundCall
 from maskfx.engine.step_runner import Step
 from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState
 from maskfx.errors import DeadlineMissed, InputError
+from maskfx.scheduling.admission_policy import AdmissionDecision, AdmissionPolicy, check
+from maskfx.scheduling.round_policy import RoundCall
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from maskfx.engine.round_policy import StepLoad
 from maskfx.pipelines.handlers.edit_handler import EditHandler
 from maskfx.pipelines.handlers.patch_handler import PatchHandler
 from maskfx.pipelines.runs.computed_sites import sites_of
@@ -13,6 +12,7 @@ from maskfx.pipelines.runs.run import DenoiserCall
 from maskfx.pipelines.templates.batches import batch_of
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.runtime.steps import DenseStep
+from maskfx.scheduling.round_policy import StepLoad
 
 
 def load_of(calls: Sequence[DenoiserCall]) -> StepLoad:

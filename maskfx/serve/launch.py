@@ -31,9 +31,9 @@ from maskfx.serve.workers.executor import LOCAL, Executor
 if TYPE_CHECKING:
     import uvicorn
 
+    from maskfx.scheduling.cost_model import LearnedCosts
     from maskfx.serve.frontend.frontend import Front
     from maskfx.serve.frontend.tracing import Tracing
-    from maskfx.serve.scheduling.cost_model import LearnedCosts
 
 REFUSED = 2  # exit codes
 FAILED = 1
@@ -155,7 +155,7 @@ def costs_of(settings: ServeSettings) -> LearnedCosts:
 
     Both are refitted while serving.
     """
-    from maskfx.serve.scheduling.cost_model import START, FittedCosts, LearnedCosts
+    from maskfx.scheduling.cost_model import START, FittedCosts, LearnedCosts
 
     if settings.costs is None:
         return LearnedCosts(START)
@@ -220,10 +220,10 @@ async def run(
     executor: Executor = LOCAL,
 ) -> int:
     """Run the workers and the HTTP server, which already answers while the model loads."""
+    from maskfx.scheduling.scheduler import make_scheduler
     from maskfx.serve.frontend.frontend import Front
     from maskfx.serve.http import create_app, make_server
     from maskfx.serve.metrics import Metrics
-    from maskfx.serve.scheduling.scheduler import make_scheduler
 
     metrics = Metrics()
     scheduler = make_scheduler(settings.scheduler, settings.router, costs)

@@ -10,10 +10,10 @@ from bench.agree.run import Calibrated, compared, main
 from bench.agree.server import Batched, Ended, Moved, Note, Started, read_notes, write
 from bench.simulate.traffic import Line
 from maskfx.runtime.step_kinds import StepKind
-from maskfx.serve.messages import StepMember, Stepped
-from maskfx.serve.scheduling.composition import members_of
-from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.load import Work
+from maskfx.scheduling.composition import members_of
+from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.load import Work
+from maskfx.scheduling.step_reports import StepMember, Stepped
 
 COSTS = FittedCosts(base=0.05, per_request=0.01, per_site=1e-4)
 SETTINGS = {"scheduler": "fcfs", "router": "cost", "workers": 1, "max_num_seqs": 2, "queue": 8}

@@ -10,9 +10,9 @@ from bench.costs.compositions import costs_of, judged, least, noise, repeated, r
 from bench.costs.predictors import Served, SitesOnly, SupportVectors, WithCalls, errors
 from bench.costs.steps import StepSeen, drawn
 from maskfx.runtime.step_kinds import StepKind
-from maskfx.serve.messages import StepMember
-from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.load import Work
+from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.load import Work
+from maskfx.scheduling.step_reports import StepMember
 
 TRUTH = FittedCosts(
     base=0.05, per_request=0.02, per_size=0.05, per_site=1e-4, per_dense_site=3e-4, per_pair=1e-7

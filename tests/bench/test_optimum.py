@@ -5,9 +5,9 @@ import random
 from bench.rounds.optimum import Job, best_list, bound
 from bench.rounds.simulation import Machine, simulate_rounds
 from bench.rounds.workloads import dense, flux_costs
-from maskfx.serve.scheduling.load import Demand
-from maskfx.serve.scheduling.round_plan import RoundSettings
-from maskfx.serve.scheduling.rounds import RoundScheduler
+from maskfx.scheduling.load import Demand
+from maskfx.scheduling.round_plan import RoundSettings
+from maskfx.scheduling.rounds import RoundScheduler
 
 LINEAR = {1: 1.0, 2: 0.5, 4: 0.25}
 

@@ -21,10 +21,10 @@ from bench.rounds.workloads import (
     flux_costs,
     images,
 )
-from maskfx.engine.round_policy import RankedGroup, RoundCall, StepLoad
-from maskfx.serve.scheduling.load import Demand
-from maskfx.serve.scheduling.round_plan import LatePolicy, RoundSettings
-from maskfx.serve.scheduling.rounds import RoundScheduler
+from maskfx.scheduling.load import Demand
+from maskfx.scheduling.round_plan import LatePolicy, RoundSettings
+from maskfx.scheduling.round_policy import RankedGroup, RoundCall, StepLoad
+from maskfx.scheduling.rounds import RoundScheduler
 
 EXACT = Machine(overhead=0.0, error=0.0)
 

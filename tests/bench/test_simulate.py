@@ -24,10 +24,10 @@ from bench.simulate.whole_pictures import (
     slack,
 )
 from maskfx.errors import InputError
-from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.load import Demand, Scheduler, Work
-from maskfx.serve.scheduling.router import make_router
-from maskfx.serve.scheduling.scheduler import SCHEDULERS, FcfsScheduler, make_scheduler
+from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.load import Demand, Scheduler, Work
+from maskfx.scheduling.router import make_router
+from maskfx.scheduling.scheduler import SCHEDULERS, FcfsScheduler, make_scheduler
 
 COSTS = FittedCosts(base=0.05, per_request=0.01, per_site=1e-4, around_base=0.1)
 

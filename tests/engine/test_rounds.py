@@ -22,18 +22,18 @@ from torch import Tensor
 
 import maskfx
 from maskfx.engine.request_estimates import RequestEstimates
-from maskfx.engine.round_policy import (
+from maskfx.errors import DeadlineMissed, InputError
+from maskfx.runtime.step_executor import compute_steps
+from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.degree_costs import from_efficiency
+from maskfx.scheduling.elastic import SETTINGS, ElasticRounds, work_of
+from maskfx.scheduling.round_policy import (
     RankedGroup,
     RoundCall,
     RoundDecision,
     StepLoad,
     check,
 )
-from maskfx.errors import DeadlineMissed, InputError
-from maskfx.runtime.step_executor import compute_steps
-from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.degree_costs import from_efficiency
-from maskfx.serve.scheduling.elastic import SETTINGS, ElasticRounds, work_of
 from tests.factories.pipelines import PIPES, anew, call_of, square, white
 
 DIT, UNET = "FluxInpaintPipeline", "StableDiffusionInpaintPipeline"

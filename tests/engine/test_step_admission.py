@@ -17,16 +17,16 @@ from torch import Tensor
 
 import maskfx
 from maskfx.engine import default_admission
-from maskfx.engine.admission_policy import AdmissionDecision, AdmissionPolicy, check
 from maskfx.engine.default_admission import MEASURED, DefaultAdmission
-from maskfx.engine.round_policy import RoundCall, StepLoad
 from maskfx.engine.step_admission import StepAdmission
 from maskfx.engine.step_runner import Step
 from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState
 from maskfx.errors import DeadlineMissed, InputError
 from maskfx.runtime.step_kinds import StepKind
-from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.slack_admission import SlackAdmission, demand_of, member_of
+from maskfx.scheduling.admission_policy import AdmissionDecision, AdmissionPolicy, check
+from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.round_policy import RoundCall, StepLoad
+from maskfx.scheduling.slack_admission import SlackAdmission, demand_of, member_of
 from tests.factories.pipelines import PIPES, anew, call_of, square
 
 COSTS = FittedCosts(base=0.4, per_request=0.0, per_site=1e-3, per_size=0.05)
@@ -347,7 +347,7 @@ def test_one_deadline_has_slack_decide_about_requests_without() -> None:
 def test_without_the_servers_packages_requests_begin_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, default_admission.HOME, None)  # its import fails
+    monkeypatch.setitem(sys.modules, "maskfx.scheduling.slack_admission", None)  # isn't found
     admission = StepAdmission(DefaultAdmission(), 1)
     parked = [fake.parked for fake in dues(drawn(0), free=False)]
     with caplog.at_level(logging.INFO, default_admission.__name__):

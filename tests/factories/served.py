@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from maskfx.scheduling.step_reports import Stepped
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Failed, Job, JobProgress, JobSpan, Stepped
+from maskfx.serve.messages import Failed, Job, JobProgress, JobSpan
 from maskfx.serve.models.model import Made, PreviewMade
 from maskfx.serve.models.pipeline_model import PipelineModel
 from maskfx.serve.request import Mask, Pictures, Pixels, Request, RequestKind

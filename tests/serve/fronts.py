@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from maskfx.scheduling.load import Decision, Demand, TemplateTier, Work, Worker
+from maskfx.scheduling.step_reports import LoadFacts, Stepped
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.frontend.frontend import Front
-from maskfx.serve.messages import LoadFacts, Stepped
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import Finished, Pictures, Preview, Request, RequestKind
-from maskfx.serve.scheduling.load import Decision, Demand, TemplateTier, Work, Worker
 from maskfx.serve.workers.executor import LOCAL, Executor
 
 QUICK = "fake:seconds_per_step=0.01,steps=4"

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from maskfx.errors import InputError
+from maskfx.scheduling.step_reports import Stepped
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Stepped
 from maskfx.serve.metrics import CacheCounts, Metrics
 from maskfx.serve.models.pipeline_model import PipelineModel
 from tests.factories.lora_files import save_lora

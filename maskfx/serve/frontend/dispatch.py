@@ -20,6 +20,8 @@ import msgspec
 import structlog
 
 from maskfx.runtime.step_kinds import StepKind
+from maskfx.scheduling.load import Scheduler, StepCosts, Work, Worker
+from maskfx.scheduling.step_reports import LoadFacts, Stepped
 from maskfx.serve.errors import CODES, ApiError
 from maskfx.serve.frontend.ticket import TRIES, RequestTicket, generated_name
 from maskfx.serve.frontend.worker_pool import WorkerPool, WorkerState
@@ -29,15 +31,12 @@ from maskfx.serve.messages import (
     Failed,
     JobProgress,
     JobSpan,
-    LoadFacts,
     Prefetch,
     PreviewSent,
-    Stepped,
     ToWorker,
 )
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import Finished, Preview, RequestKind
-from maskfx.serve.scheduling.load import Scheduler, StepCosts, Work, Worker
 from maskfx.serve.workers.pixels import Part, read
 
 READ_AHEAD = 8  # waiting requests whose templates are read from disk meanwhile, at most

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
+from maskfx.scheduling.load import Scheduler
+from maskfx.scheduling.step_reports import Stepped
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.adapter_names import AdapterNames
@@ -41,7 +43,6 @@ from maskfx.serve.messages import (
     PreviewSent,
     Ready,
     Register,
-    Stepped,
     Stop,
     Unregister,
 )
@@ -59,8 +60,7 @@ from maskfx.serve.request import (
     ServedModel,
     TemplateInfo,
 )
-from maskfx.serve.scheduling.load import Scheduler
-from maskfx.serve.scheduling.request_cost import card_of
+from maskfx.serve.request_cost import card_of
 from maskfx.serve.workers.executor import LOCAL, Executor
 from maskfx.serve.workers.link import FrontLink
 from maskfx.serve.workers.pixels import Part

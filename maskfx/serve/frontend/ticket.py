@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from maskfx.scheduling.load import Demand
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job
 from maskfx.serve.request import Card, Finished, Pictures, Pixels, Preview, Request
-from maskfx.serve.scheduling.load import Demand
-from maskfx.serve.scheduling.request_cost import work_of
+from maskfx.serve.request_cost import work_of
 from maskfx.serve.workers.pixels import Part, part_of
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from maskfx.scheduling.worker_count import WorkerCount
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.frontend.dispatch import Dispatch
 from maskfx.serve.frontend.worker_nodes import WorkerNodes
 from maskfx.serve.messages import Stop
-from maskfx.serve.scheduling.worker_count import WorkerCount
 from maskfx.serve.workers.supervisor import Workers
 
 

@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from maskfx.serve.scheduling.load import Demand, Running, TemplateTier, Worker
+from maskfx.scheduling.load import Demand, Running, TemplateTier, Worker
 
 Known = TypeVar("Known")
 KNOWN_TEMPLATES = 4096  # per worker; the oldest are dropped

@@ -38,11 +38,12 @@ from numpy.typing import NDArray
 
 from maskfx.errors import InputError
 from maskfx.runtime.step_kinds import StepKind
+from maskfx.scheduling.step_reports import StepMember, Stepped
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Failed, Job, JobProgress, JobSpan, Ready, StepMember, Stepped
+from maskfx.serve.messages import Failed, Job, JobProgress, JobSpan, Ready
 from maskfx.serve.models.model import Lost, Made, PreviewMade, Tell
 from maskfx.serve.request import Pictures, Pixels, Request, RequestKind, parameters_of
-from maskfx.serve.scheduling.request_cost import Size, active_share, card_of, size_of, steps_of
+from maskfx.serve.request_cost import Size, active_share, card_of, size_of, steps_of
 
 SITE = 8
 TAKES = frozenset(

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from maskfx.serve.messages import Failed, Job, JobProgress, JobSpan, Ready, Stepped
+from maskfx.scheduling.step_reports import Stepped
+from maskfx.serve.messages import Failed, Job, JobProgress, JobSpan, Ready
 from maskfx.serve.request import Pictures, Pixels
 
 

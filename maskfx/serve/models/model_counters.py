@@ -12,7 +12,7 @@ from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.level_shares import level_shares
 from maskfx.runtime.lora.registry import Adapters
-from maskfx.serve.messages import LoadFacts
+from maskfx.scheduling.step_reports import LoadFacts
 from maskfx.serve.models.pipeline_set import PipelineSet
 
 log = logging.getLogger(__name__)

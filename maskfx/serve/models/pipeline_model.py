@@ -24,8 +24,10 @@ from maskfx.pipelines.masks.masks import margin_sites
 from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.runtime.hardware.cpu_threads import give_back, sharing_cores
 from maskfx.runtime.lora.files import SUFFIX
+from maskfx.scheduling.elastic import ElasticRounds
+from maskfx.scheduling.step_reports import StepMember, Stepped
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Failed, Job, Ready, StepMember, Stepped
+from maskfx.serve.messages import Failed, Job, Ready
 from maskfx.serve.models.helper_choice import helper_pays, run_edits
 from maskfx.serve.models.job_errors import failed, is_lost
 from maskfx.serve.models.job_runner import JobRunner, JobState
@@ -52,7 +54,6 @@ from maskfx.serve.models.template_index import Recordings
 from maskfx.serve.models.warmup import warm_up
 from maskfx.serve.rank_settings import unsupported
 from maskfx.serve.request import Pictures
-from maskfx.serve.scheduling.elastic import ElasticRounds
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from maskfx.runtime.step_kinds import StepKind
+from maskfx.scheduling.load import TemplateTier
+from maskfx.scheduling.step_reports import LoadFacts, StepMember, Stepped
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.dispatch import Dispatch
 from maskfx.serve.frontend.ticket import Answer, RequestTicket, generated_name, new_ticket
@@ -20,16 +22,12 @@ from maskfx.serve.messages import (
     Job,
     JobProgress,
     JobSpan,
-    LoadFacts,
     Prefetch,
     PreviewSent,
-    StepMember,
-    Stepped,
     ToWorker,
 )
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import Card, Finished, Preview, RequestKind
-from maskfx.serve.scheduling.load import TemplateTier
 from maskfx.serve.workers.pixels import Part
 from tests.serve.fronts import InOrder, PlainCosts, request
 

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from maskfx.scheduling.load import TemplateTier
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.frontend import Front
@@ -24,7 +25,6 @@ from maskfx.serve.frontend.template_images import ENDING, FOLDER
 from maskfx.serve.frontend.ticket import generated_name
 from maskfx.serve.messages import Done, Forget, Ready
 from maskfx.serve.request import ModelState, RequestKind, ServedModel
-from maskfx.serve.scheduling.load import TemplateTier
 from tests.serve.fronts import (
     eventually,
     fronted,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from maskfx.scheduling.load import Demand, TemplateTier, Work
 from maskfx.serve.frontend.worker_pool import GROW_AFTER, KNOWN_TEMPLATES, WorkerPool
-from maskfx.serve.scheduling.load import Demand, TemplateTier, Work
 
 WORK = Work(6, 48, 4)
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from maskfx.errors import InputError
+from maskfx.scheduling.step_reports import Stepped
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Failed, Job, JobProgress, Stepped
+from maskfx.serve.messages import Failed, Job, JobProgress
 from maskfx.serve.models.fake_model import FakeModel, parse
 from maskfx.serve.models.model import Made, PreviewMade, Told
 from maskfx.serve.request import Pictures, Request, RequestKind

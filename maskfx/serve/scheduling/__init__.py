@@ -1,8 +1,0 @@
-"""Scheduling, routing and the cost model of requests: no torch, no clock, no sockets.
-
-`scheduler.py` serves, and in an engine through `slack_admission.py`; `rounds.py` shares several
-devices, in an engine through `elastic.py`.
-
-May import: serve/*.py, engine/round_policy, engine/admission_policy, runtime/planner/least_squares,
-runtime/reuse/step_selection, runtime/step_kinds, ir, errors. Begin with `scheduler.py`.
-"""
