@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from torch import Tensor
 
 from maskfx.pipelines.deferred import force_all
@@ -27,24 +30,45 @@ def as_list(value: object) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
+NAMES = ("frames", "images", "image")  # of a result's images; most pipelines call them `images`
+
+
 def is_bare(result: object) -> bool:
     """Return True for images in no tuple or object, as some pipelines return them."""
-    return isinstance(result, (Tensor, np.ndarray, list))
+    return isinstance(result, (Tensor, np.ndarray, list, Image.Image))
 
 
-def images_of(result: object) -> Pictures:
+def images_of(result: object) -> Any:
+    """Return the images of a result: what has one of their names, else the first images in it."""
     if is_bare(result):
         return result
+    fields = fields_of(result)
+    return fields.get(name_of_images(fields))
+
+
+def fields_of(result: object) -> dict[Any, Any]:
+    """Return the parts of a result by their name, or by their place in a tuple."""
     if isinstance(result, tuple):
-        return result[0] if result else None
-    return getattr(result, name_of_images(result), None)
+        return dict(enumerate(result))
+    if isinstance(result, Mapping):
+        return dict(result)
+    named = {name: getattr(result, name) for name in NAMES if hasattr(result, name)}
+    return named or dict(getattr(result, "__dict__", {}))
 
 
-def name_of_images(result: object) -> str:
-    """Return the attribute of a result that has its images; most pipelines call it `images`."""
-    if hasattr(result, "frames"):
-        return "frames"
-    return "image" if hasattr(result, "image") and not hasattr(result, "images") else "images"
+def name_of_images(fields: Mapping[object, object]) -> object:
+    """Return the name, or the place in a tuple, of a result's images; None if it has none."""
+    if 0 in fields:
+        return 0
+    known: list[object] = [name for name in NAMES if name in fields]
+    return next(iter(known or [name for name, value in fields.items() if is_pictured(value)]), None)
+
+
+def is_pictured(value: object) -> bool:
+    """Return True for images in any output format."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(is_pictured, value))
+    return isinstance(value, Image.Image) or getattr(value, "ndim", 0) >= 3
 
 
 def with_images(result: object, change: Callable[[Pictures], object]) -> Any:
@@ -54,16 +78,24 @@ def with_images(result: object, change: Callable[[Pictures], object]) -> Any:
         return result
     if is_bare(result):
         return change(images)
+    name = name_of_images(fields_of(result))
     if isinstance(result, tuple):
-        return (change(images), *result[1:])
-    setattr(result, name_of_images(result), change(images))
+        changed = change(images), *result[1:]
+        return result._make(changed) if hasattr(result, "_make") else changed
+    if isinstance(result, Mapping) and not hasattr(result, str(name)):
+        return type(result)({**result, name: change(images)})  # type: ignore[call-arg]
+    try:
+        setattr(result, str(name), change(images))
+    except dataclasses.FrozenInstanceError:
+        return dataclasses.replace(result, **{str(name): change(images)})  # type: ignore[type-var]
     return result
 
 
 def set_template(result: Any, template: object) -> None:
-    """Set a result's template, if it is an object: tuples and bare images have none."""
+    """Set a result's template, if it is an object: tuples, dictionaries and images have none."""
     if not isinstance(result, tuple) and not is_bare(result):
-        result.template = template
+        with contextlib.suppress(AttributeError):  # of a dictionary, or of what is frozen
+            result.template = template
 
 
 def force_images(result: object) -> object:
