@@ -4,8 +4,9 @@
 
 Each side edits the same steps of a template, one after another, in one process and alternating, in
 every round as a process that just started does: nothing of the template is in memory, its entries
-are opened in the background. The disk is the real store with reads held to a bandwidth: 1 is that
-at which a step's keys and values take as long to read as the step computes with all rows at hand.
+are opened in the background; the costs, and the FLOPs of the graph, are known. The disk is the real
+store with reads held to a bandwidth: 1 is that at which a step's keys and values take as long to
+read as the step computes with all rows at hand.
 
 - `resident`: all rows are at hand.
 - `planned`: a plan chooses per block what is read: keys and values, what they are made of, or
@@ -233,9 +234,12 @@ def measure_link(bed: Bed, share: float, options: argparse.Namespace) -> dict[st
         if side == "planned":
             told, again, whole = planner.describe(), planner.again, planner.whole
     clocked: dict[str, list[float]] = {side: [] for side in sides}
+    ran: dict[str, list[float]] = {side: [] for side in sides}
 
     def timed(side: str) -> None:
+        before, _ = bed.disk.pace.now()
         clocked[side].append(bed.disk.pace.seconds(lambda: run_side(bed, side)))
+        ran[side].append(bed.disk.pace.now()[0] - before)
 
     alternate({side: lambda _, side=side: timed(side) for side in sides}, rounds)
     seconds = clocked
@@ -250,6 +254,7 @@ def measure_link(bed: Bed, share: float, options: argparse.Namespace) -> dict[st
         "computed_whole": whole[0] / max(whole[1], 1),
         "planner": told,
         "seconds": {side: figure(taken) for side, taken in seconds.items()},
+        "computing_thread_ran": {side: figure(taken) for side, taken in ran.items()},
         "over_resident": {
             side: ratio(seconds[side], seconds["resident"]) for side in options.sides
         },

@@ -1,6 +1,6 @@
 """Planned loads through the server: cached rows cross a throttled link while steps compute.
 
-    python -m bench.planner.serving [--model NAME] [--links 1] [--rounds 6] [--short]
+    python -m bench.planner.serving [--model NAME] [--links 1] [--sides SIDE ...] [--short]
 
 One server per side, all over HTTP with real processes, on the CPU; they are asked in turn, in a
 changing order, and each edit is the same for all. `resident` has all rows at hand: the defaults of
@@ -146,7 +146,8 @@ def run_link(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = {}
-        for name, settings in SIDES.items():
+        for name in options.sides:
+            settings = SIDES[name]
             own = {"model": options.model, "max_num_seqs": 4, **settings}
             own["cache_dir"] = str(folder / name)
             if name != "resident":
@@ -227,12 +228,16 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--side", type=int, default=256, help="of the picture in pixels")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
     parser.add_argument("--together", type=int, default=1, help="calls at once")
     parser.add_argument("--short", action="store_true", help="to see that it works")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--programs", help=argparse.SUPPRESS)
     parser.add_argument("--out", default=str(ROOT / "bench" / "results" / "planner-serving.json"))
     options = parser.parse_args(command)
+    if not {"resident", "planned"} <= set(options.sides):
+        parser.error("--sides: include resident and planned, which are compared")
+    options.sides = [name for name in SIDES if name in options.sides]
     if not options.model:
         from maskfx import shipped
 

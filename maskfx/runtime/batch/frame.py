@@ -154,7 +154,8 @@ class Frame:
             self.tables.bring(self._needed(name, source, members), self.device)
             picks = partial(self.picks_of, name, source)
             job = partial(self.recorded.pick, source, picks, members, take_rows)
-            out.append(LoadJob(name, nbytes, job))
+            parts = [p for rows, _ in self.stored(name, members) for p in stored_parts(rows)]
+            out.append(LoadJob(name, nbytes, job, tuple(part.fetch for part in parts)))
         return out
 
     def loaded_bytes(

@@ -37,6 +37,9 @@ class ComputedValue:
     def is_read(self) -> bool:
         return self.computed is not None
 
+    def fetch(self) -> None:
+        """Do nothing: they are computed where a step reads them."""
+
     def read(self) -> Any:
         """Return the computed rows; the recorded ones before they are computed."""
         return self.recorded if self.computed is None else self.computed

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
@@ -25,15 +25,24 @@ from maskfx.errors import InputError
 from maskfx.runtime.hardware.devices import CPU, free_memory
 
 STAGED = 0.25  # of a device's free memory: the staging buffer, unless its size is given
+FETCHED = 3  # jobs whose bytes are read from a store while the first of them is picked
 
 
 @dataclass(frozen=True)
 class LoadJob:
-    """The load of one input of a graph: its bytes, and the function that picks its rows."""
+    """The load of one input of a graph.
+
+    Args:
+        name: The input.
+        nbytes: The bytes of its rows.
+        pick: Returns its rows.
+        fetches: Bring what it picks from into memory, where that lies in a store.
+    """
 
     name: str
     nbytes: int
     pick: Callable[[], Tensor]
+    fetches: tuple[Callable[[], None], ...] = ()
 
 
 class CopyStream(Protocol):
@@ -105,6 +114,7 @@ class Loading:
     def __init__(self, jobs: Iterable[LoadJob], lane: CopyStream, room: float = inf) -> None:
         self.jobs, self.room = list(jobs), room
         self.asked = -1  # the latest job that the reader waits for
+        self.fetching = 0  # jobs whose bytes are read from stores, or will be
         self.cancelled = False
         self._lane, self._start = lane, lane.start()
         self._places = {job.name: i for i, job in enumerate(self.jobs)}
@@ -202,6 +212,7 @@ class Loader:
         self._change = threading.Condition(threading.RLock())  # a finalizer may run within
         self._free_at = 0.0  # when the throttled link is free again
         self._thread: threading.Thread | None = None
+        self._stores: ThreadPoolExecutor | None = None  # one thread, which only reads
         self._closed = False
 
     def begin(self, jobs: Iterable[LoadJob], device: torch.device = CPU) -> Loading:
@@ -251,6 +262,8 @@ class Loader:
             self._change.notify_all()
         if self._thread is not None:
             self._thread.join()
+        if self._stores is not None:
+            self._stores.shutdown(cancel_futures=True)
 
     # On the loader's thread.
 
@@ -264,6 +277,7 @@ class Loader:
                     break
                 loading = self._queue.popleft()
             for place, job in enumerate(loading.jobs):
+                self._fetch_ahead(loading, place)
                 idle = self._reserve(loading, place, job) or idle
                 if self._closed or loading.cancelled:
                     self._give_back(job.nbytes)
@@ -275,6 +289,29 @@ class Loader:
                 break
         for left in self._queue:
             self._refuse(left)
+
+    def _fetch_ahead(self, loading: Loading, place: int) -> None:
+        """Read the next jobs' bytes from their stores on a thread of its own.
+
+        So a store is read while rows are checked and picked on this thread.
+        """
+        if not self.overlap:
+            return
+        with self._change:
+            following = [loading, *self._queue]
+        left = FETCHED
+        for one in following:
+            stop = min(place + left, len(one.jobs))
+            for job in one.jobs[max(place, one.fetching) : stop]:
+                if job.fetches and not one.cancelled:
+                    if self._stores is None:
+                        self._stores = ThreadPoolExecutor(1, "maskfx-read")
+                    for fetch in job.fetches:
+                        self._stores.submit(fetch)
+            one.fetching = max(one.fetching, stop)
+            left, place = left - max(stop - place, 0), 0
+            if left <= 0:
+                break
 
     def _reserve(self, loading: Loading, place: int, job: LoadJob) -> bool:
         """Reserve bytes of the staging buffer; return True if the link was idle meanwhile."""

@@ -129,6 +129,10 @@ class StoredValue(Protocol):
         """How fast the store is read."""
         ...
 
+    def fetch(self) -> None:
+        """Bring their bytes into memory; `read` raises what goes wrong."""
+        ...
+
     def read(self) -> Tensor | Packed:
         """Return the rows, from memory after the first call; raise CacheError if they are gone."""
         ...

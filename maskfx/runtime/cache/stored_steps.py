@@ -6,6 +6,7 @@ read like this.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field, replace
 from math import prod
 from threading import Lock
@@ -29,6 +30,7 @@ from maskfx.runtime.cache.serialize import (
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.stores.entry_parts import EntryParts
 from maskfx.runtime.cache.stores.read_speed import ReadSpeed
+from maskfx.runtime.cache.stores.store_entry import Buffer
 
 BEGINNING = 1 << 16  # bytes that are read first
 
@@ -39,7 +41,7 @@ def decode_parts(parts: EntryParts) -> StepCache | None:
     Raises CacheError if it is damaged.
     """
     try:
-        beginning = parts.read(0, min(BEGINNING, parts.nbytes))
+        beginning = bytearray(parts.read(0, min(BEGINNING, parts.nbytes)))
         (length,) = LENGTH.unpack_from(beginning)
         end = LENGTH.size + length
         if end > parts.nbytes:
@@ -65,6 +67,7 @@ class StoredTensors:
     ref: Document
     nbytes: int
     _lock: Lock = field(default_factory=Lock)
+    _fetched: dict[str, Buffer] = field(default_factory=dict)  # by the name of the tensor
     _found: Tensor | Packed | None = None
 
     @property
@@ -75,12 +78,27 @@ class StoredTensors:
     def speed(self) -> ReadSpeed:
         return self.reader.parts.speed
 
+    def fetch(self) -> None:
+        """Bring the bytes into memory; they are checked by `read`, which raises what goes wrong."""
+        with self._lock, contextlib.suppress(CacheError):
+            if self._found is None:
+                self.reader.values(self.ref, self._unchecked)
+
     def read(self) -> Tensor | Packed:
         """Return the rows; raise CacheError if they are gone or damaged."""
         with self._lock:
             if self._found is None:
-                self._found = self.reader.values(self.ref)
+                self._found = self.reader.values(self.ref, self._checked)
+                self._fetched.clear()
             return self._found
+
+    def _unchecked(self, name: str) -> Tensor:
+        if name not in self._fetched:
+            self._fetched[name] = self.reader.bytes_of(name)
+        return self.reader.shown(name)
+
+    def _checked(self, name: str) -> Tensor:
+        return self.reader.checked(name, self._fetched.get(name))
 
 
 class PartReader(StepReader):
@@ -104,7 +122,7 @@ class PartReader(StepReader):
             names = [name for name in (at, at + ".scale") if name in self._sums]
             nbytes = sum(end - begin for begin, end, *_ in map(self.place, names))
             self._known[at] = StoredTensors(self, ref, nbytes)
-        shown = self.values(ref, lambda name: self._shown(name))
+        shown = self.values(ref, self.shown)
         sites = self.tensor(ref["sites"]) if "sites" in ref else None
 
         def made(value: Tensor | Packed) -> Tensor | Packed | RowSubset:
@@ -117,14 +135,27 @@ class PartReader(StepReader):
 
         return StoredRows(self._known[at], made(shown), made)
 
-    def _shown(self, name: str) -> Tensor:
+    def shown(self, name: str) -> Tensor:
+        """Return a tensor without values in the place of one that isn't read."""
         _, _, dtype, shape = self.place(name)
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def raw(self, name: str) -> Tensor:
         """Read a tensor by its name, and check it."""
+        return self.checked(name)
+
+    def bytes_of(self, name: str) -> Buffer:
+        """Read the bytes of a tensor, unless they are among the first ones."""
+        begin, end, *_ = self.place(name)
+        if end <= len(self._data):
+            return memoryview(self._data)[begin:end]
+        return self.parts.read(begin, end)
+
+    def checked(self, name: str, data: Buffer | None = None) -> Tensor:
+        """Return a tensor, whose bytes are read unless they are given, and check it."""
         begin, end, dtype, shape = self.place(name)
-        data = self.parts.read(begin, end) if end > begin else bytearray()
+        if data is None:
+            data = self.bytes_of(name)
         if sum_of_bytes(name, self._header[name]["dtype"], shape, data) != self._sums.get(name):
             self.parts.is_damaged()
             raise CacheError(

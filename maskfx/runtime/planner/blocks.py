@@ -7,9 +7,11 @@ they are counted once for a request's sizes and multiplied by a mask's row count
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import fx
 
 from maskfx import ops
 from maskfx.ir.program import Program
@@ -19,6 +21,7 @@ from maskfx.runtime.batch.flops import RowSet, count_rows
 from maskfx.runtime.sites.active import ActiveSites
 
 PerRow = dict[RowSet, float]
+Sizes = tuple[tuple[str, int], ...]
 FLOPS = 2  # kinds of a block's FLOPs: products with weights, and attention
 KINDS = FLOPS + 1  # of its work: FLOPs, and batch elements, for what each of them takes by itself
 
@@ -39,8 +42,23 @@ class GraphBlock:
         return batch * np.array([*counts, 1.0])
 
 
+# by graph, and by the sizes of requests; counting the FLOPs of a graph takes longer than a plan
+_known: WeakKeyDictionary[fx.GraphModule, dict[Sizes, list[GraphBlock]]] = WeakKeyDictionary()
+
+
 def find_blocks(program: Program, sites: ActiveSites) -> list[GraphBlock]:
-    """Return the blocks of a program for requests of these sizes; the first one loads nothing."""
+    """Return the blocks of a program for requests of these sizes; the first one loads nothing.
+
+    They are the same objects for every planner, and aren't changed.
+    """
+    found = _known.setdefault(program.module, {})
+    key = tuple(sorted(sites.sizes.items()))
+    if key not in found:
+        found[key] = counted_blocks(program, sites)
+    return found[key]
+
+
+def counted_blocks(program: Program, sites: ActiveSites) -> list[GraphBlock]:
     counted = count_rows(program, sites, 1).by_node
     blocks = [GraphBlock()]
     of_region: dict[int, GraphBlock] = {}

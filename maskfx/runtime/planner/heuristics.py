@@ -212,19 +212,23 @@ def _make_room(
 def _promising(grown: list[_Grown], width: int) -> list[_Grown]:
     """Return the `width` partial plans of least bound, without dominated ones.
 
-    A plan is dominated if another one with the same last thread has both streams free earlier.
+    A plan is dominated if another one with the same last thread has both streams free no later;
+    that one's bound is no higher, so it comes first.
     """
     if len(grown) <= width:
         return grown
-    grown.sort()  # by load end
-    earliest: dict[int, float] = {}
-    undominated = []
+    grown.sort(key=itemgetter(2, 0, 1))
+    chosen: list[_Grown] = []
     for row in grown:
-        if row[1] < earliest.get(row[3], math.inf):
-            earliest[row[3]] = row[1]
-            undominated.append(row)
-    undominated.sort(key=itemgetter(2))
-    return undominated[:width]
+        load, compute, _, thread, *_ = row
+        for other in chosen:
+            if other[3] == thread and other[0] <= load and other[1] <= compute:
+                break
+        else:
+            chosen.append(row)
+            if len(chosen) == width:
+                break
+    return chosen
 
 
 TRIES = 3  # number of suggested plans that are simulated

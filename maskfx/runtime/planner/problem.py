@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -19,6 +19,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 DEAD, LIVE = 0, 1
+AS_COST = partial(tuple.__new__, Cost)  # as Cost(*numbers), without a call in Python per block
 NEVER = 1e30  # seconds, where infinity can't be used in arithmetic: of what is closed or too big
 
 
@@ -184,7 +185,7 @@ class CostTables:
             self.staged.take(by_stream).sum(1).tolist(),
             (self.compute.take(alone).sum(1) + self.fixed).tolist(),
         )
-        return list(map(Cost, *sums))
+        return list(map(AS_COST, zip(*sums, strict=True)))
 
     def kept_by(self, selections: Ints, live: bool) -> Floats:
         """Return (..., tiers): bytes that a template keeps for a selection."""
@@ -202,10 +203,10 @@ class CostTables:
             return None
         if self.tiers and (self.kept_by(selection, live) > problem.budgets).any():
             return None
-        costs = self._costs_at(alone, by_stream)
-        if max(cost.staged for cost in costs) > problem.buffer_bytes:
+        costs, room = self._costs_at(alone, by_stream), problem.buffer_bytes
+        if room < math.inf and max(map(itemgetter(1), costs)) > room:
             return None
-        return SearchResult(selection, run_streams(costs, problem.buffer_bytes, problem.start))
+        return SearchResult(selection, run_streams(costs, room, problem.start))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.stores.read_speed import ReadSpeed
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.planner.blocks import GraphBlock, find_blocks
+from maskfx.runtime.planner.blocks import find_blocks
 from maskfx.runtime.planner.calibration import one_batch
 from maskfx.runtime.planner.choices import INPUT, WHOLE, Choices, choices_of_member, input_of
 from maskfx.runtime.planner.costs import Costs
@@ -30,7 +30,6 @@ from maskfx.runtime.planner.plan import QUICK, Plan, plan
 from maskfx.runtime.planner.timeline import NOW, BlockTimes, Start, Timeline, simulate
 from maskfx.runtime.planner.wanted_rows import wanted_taps
 from maskfx.runtime.planning import LoadTrade
-from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.steps import AnyStep, EditStep, is_fixed
 
 log = logging.getLogger(__name__)
@@ -108,7 +107,6 @@ class StepPlanner:
     again: tuple[int, int] = (0, 0)  # of the latest plan: projected again, of all that may be
     whole: tuple[int, int] = (0, 0)  # blocks computed whole, of all that may be
     store: ReadSpeed | None = None  # of the store that rows were read from by a plan
-    _blocks: dict[Hashable, list[GraphBlock]] = field(default_factory=dict)
     _choices: LruCache[tuple[Any, ...], Choices] = field(default_factory=lambda: LruCache(CHOICES))
     _batches: LruCache[tuple[int, ...], KnownBatch] = field(
         default_factory=lambda: LruCache(BATCHES)
@@ -281,18 +279,12 @@ class StepPlanner:
         edits = [step for step in steps if isinstance(step, EditStep) and is_fixed(step)]
         if not edits:
             return None
-        return self.known.of(program, edits[0], len(self._blocks_of(program, members[0].sites)))
-
-    def _blocks_of(self, program: Program, sites: ActiveSites) -> list[GraphBlock]:
-        key = (program.code, *sorted(sites.sizes.items()))
-        if key not in self._blocks:
-            self._blocks[key] = find_blocks(program, sites)
-        return self._blocks[key]
+        return self.known.of(program, edits[0], len(find_blocks(program, members[0].sites)))
 
     def _choices_of(self, program: Program, member: Member, costs: Costs) -> Choices:
         """Return one member's choices in every block, cached: equal for all steps of a request."""
         key = (program.code, member.sites, member.batch, *facts_of(member), costs)
-        blocks = self._blocks_of(program, member.sites)
+        blocks = find_blocks(program, member.sites)
         self.store = speed_of(member) or self.store
         loader = self.denoiser.loader
         copies = loader is None or loader.takes_all(member.device)

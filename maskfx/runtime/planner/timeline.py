@@ -237,33 +237,35 @@ def run_streams(
 
     Without `overlap` a load also waits for all compute before it.
     """
+    all_costs = tuple(costs)
     load_end, compute_end = start.load, start.compute
     staged = sorted(start.staged, key=lambda held: held[1])  # (bytes, when freed), oldest first
     held = sum(size for size, _ in staged)
     oldest = 0
-    loads, computes, all_costs = [], [], []
-    for number, cost in enumerate(costs):
-        begin = load_end if overlap else max(load_end, compute_end)
-        if cost.load or cost.staged:
-            while held + cost.staged > buffer_bytes and oldest < len(staged):
-                size, freed = staged[oldest]
-                held, oldest, begin = held - size, oldest + 1, max(begin, freed)
+    loads: list[tuple[float, float]] = []
+    computes = []
+    for seconds, size, computing in all_costs:
+        # comparisons instead of max(): called several times per plan
+        begin = load_end if overlap or load_end > compute_end else compute_end
+        if seconds or size:
+            while held + size > buffer_bytes and oldest < len(staged):
+                gone, freed = staged[oldest]
+                held, oldest, begin = held - gone, oldest + 1, freed if freed > begin else begin
                 if oldest == len(staged):
                     held = 0.0  # discard rounding errors of the sum
-            if cost.staged > buffer_bytes:
+            if size > buffer_bytes:
                 raise InputError(
-                    f"block {number}: its load has {cost.staged:g} bytes, the staging buffer "
+                    f"block {len(loads)}: its load has {size:g} bytes, the staging buffer "
                     f"{buffer_bytes:g}; give more or choose what loads less"
                 )
-            load_end = begin + cost.load
+            load_end = begin + seconds
         loads.append((begin, load_end))
-        begin = max(load_end, compute_end)
-        compute_end = begin + cost.compute
+        begin = load_end if load_end > compute_end else compute_end
+        compute_end = begin + computing
         computes.append((begin, compute_end))
-        all_costs.append(cost)
-        staged.append((cost.staged, compute_end))
-        held += cost.staged
-    return Timeline(tuple(loads), tuple(computes), tuple(all_costs), start)
+        staged.append((size, compute_end))
+        held += size
+    return Timeline(tuple(loads), tuple(computes), all_costs, start)
 
 
 def simulate(

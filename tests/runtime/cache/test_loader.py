@@ -4,6 +4,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -50,6 +51,45 @@ def test_gives_what_was_picked_in_the_order_it_was_asked_for() -> None:
     assert seen == ["0", "1", "2", "3", "4", "0"]
     assert "3" not in first
     assert "4" in first
+    loader.close()
+
+
+def test_reads_of_stores_go_on_while_rows_are_picked() -> None:
+    """Of the next steps' loads too, and no further than a few of them."""
+    loader, fetched, value = Loader(), list[str](), torch.ones(1)
+    queued, wait = threading.Event(), threading.Event()
+
+    def after(event: threading.Event) -> Callable[[], Tensor]:
+        return lambda: value.clone() if event.wait(5) else torch.zeros(1)
+
+    def stored(name: str, pick: Callable[[], Tensor] = value.clone) -> LoadJob:
+        return LoadJob(name, value.nbytes, pick, (partial(fetched.append, name),))
+
+    first = loader.begin(
+        [LoadJob("0", value.nbytes, after(queued)), stored("1", after(wait)), stored("2")]
+    )
+    second = loader.begin([stored(name) for name in "3456"])
+    queued.set()
+    until(lambda: fetched == ["1", "2", "3"])
+    time.sleep(0.02)
+    assert fetched == ["1", "2", "3"]
+    wait.set()
+    for loading, names in ((first, "012"), (second, "3456")):
+        for name in names:
+            assert torch.equal(loading.take(name), value)
+    until(lambda: fetched == list("123456"))
+    loader.close()
+
+
+def test_without_overlap_nothing_is_read_ahead() -> None:
+    loader, fetched = Loader(overlap=False), list[str]()
+    jobs = [
+        LoadJob(name, 4, lambda: torch.ones(1), (partial(fetched.append, name),)) for name in "01"
+    ]
+    loading = loader.begin(jobs)
+    assert torch.equal(loading.take("0"), torch.ones(1))
+    time.sleep(0.02)
+    assert not fetched
     loader.close()
 
 

@@ -68,6 +68,7 @@ def test_blocks_have_all_of_the_graphs_work(name: str) -> None:
     for block, a, b in zip(blocks, less, more, strict=True):
         assert b >= a if block.region else b == a, "a plan changes the work of its regions only"
     assert more.sum() > less.sum()
+    assert find_blocks(program, member.sites) is blocks, "counted once"
 
 
 @pytest.mark.parametrize("name", slow_unet(CASES))

@@ -14,6 +14,7 @@ from maskfx.runtime.cache.computed_rows import ComputedCache, computed_taps
 from maskfx.runtime.cache.quantize import Encoding, Format
 from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.cache.tiers import Tiers
+from maskfx.runtime.planner.blocks import find_blocks
 from maskfx.runtime.planner.calibration import calibrate, one_batch, trial_batches
 from maskfx.runtime.planner.choices import INPUT, KEYS, WHOLE, choices_of_member
 from maskfx.runtime.planner.costs import Costs
@@ -51,8 +52,7 @@ def test_edits_compute_the_first_blocks_whole_and_load_nothing_of_them(name: str
     wanted, loader = denoiser.edit(steps), loader_of(name, True)
     program, members = one_batch(denoiser, steps)
     costs = slow_link(denoiser, steps)
-    planner = StepPlanner(denoiser, costs)
-    blocks = planner._blocks_of(program, members[0].sites)
+    blocks = find_blocks(program, members[0].sites)
     each = [choices_of_member(program, blocks, member, costs) for member in members]
     loaded = []
     for count in sorted({0, 1, len(blocks) // 2, len(blocks) - 1}):
@@ -155,9 +155,8 @@ def _with(cache: maskfx.StepCache, **change: object) -> maskfx.StepCache:
 
 def has_whole(denoiser: maskfx.CompiledDenoiser, step: maskfx.EditStep) -> bool:
     program, [member] = one_batch(denoiser, [dataclasses.replace(step, cache=step.cache)])
-    planner = StepPlanner(denoiser, slow_link(denoiser, [step]))
     found = choices_of_member(
-        program, planner._blocks_of(program, member.sites), member, slow_link(denoiser, [step])
+        program, find_blocks(program, member.sites), member, slow_link(denoiser, [step])
     )
     return any(choice.name == WHOLE for menu in found.menus for choice in menu)
 

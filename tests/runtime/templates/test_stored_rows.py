@@ -12,8 +12,9 @@ import torch
 import maskfx
 from maskfx import EditStep, Loader, StepCache, Templates
 from maskfx.errors import CacheError
+from maskfx.runtime.cache import stored_steps
 from maskfx.runtime.cache.rows import RowSubset, StoredRows, in_memory, stored_parts, whole
-from maskfx.runtime.cache.serialize import CHECK, StepReader, decode, encode
+from maskfx.runtime.cache.serialize import CHECK, LENGTH, StepReader, decode, encode
 from maskfx.runtime.cache.step_cache import has_unread
 from maskfx.runtime.cache.stored_steps import decode_parts
 from maskfx.runtime.cache.stores import read_speed
@@ -33,6 +34,12 @@ from tests.passes.tools import error
 
 CASES = ("UNet2DConditionModel-sd15", "FluxTransformer2DModel")
 LARGE = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def no_rows_among_the_first_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps are so small that all of them would be."""
+    monkeypatch.setattr(stored_steps, "BEGINNING", LENGTH.size)
 
 
 class CountingDisk(Disk):
@@ -235,6 +242,48 @@ def test_parts_of_a_batch_and_pickled_rows_are_the_same() -> None:
         sent = pickle.loads(pickle.dumps(rows))
         assert isinstance(sent, torch.Tensor | RowSubset)
         assert torch.equal(whole(sent), whole(rows))
+
+
+def test_rows_among_the_first_bytes_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = encode(recorded())
+    wanted = decode(payload)
+    first = len(payload) // 2
+    monkeypatch.setattr(stored_steps, "BEGINNING", first)
+    parts = MemoryParts(payload)
+    got = decode_parts(parts)
+    assert got is not None
+    for tap, rows in got.rows.items():
+        assert torch.equal(whole(rows), whole(wanted.rows[tap]))
+    assert parts.reads[0] == (0, first)
+    assert len(parts.reads) > 1
+    assert all(end > first for _, end in parts.reads[1:])
+
+
+def test_what_was_fetched_is_checked_and_not_read_again() -> None:
+    payload = encode(recorded())
+    wanted = decode(payload)
+    parts = MemoryParts(payload)
+    got = decode_parts(parts)
+    assert got is not None
+    for tap, rows in got.rows.items():
+        for part in stored_parts(rows):
+            part.fetch()
+            before = len(parts.reads)
+            part.fetch()
+            assert not part.is_read
+            assert torch.equal(whole(rows), whole(wanted.rows[tap]))
+            assert len(parts.reads) == before
+    at = len(payload) - 1
+    broken = MemoryParts(payload[:at] + bytes([payload[at] ^ 1]))
+    got = decode_parts(broken)
+    assert got is not None
+    parts_of = [part for rows in got.rows.values() for part in stored_parts(rows)]
+    for part in parts_of:
+        part.fetch()
+    assert broken.damaged == 0, "nothing is checked yet"
+    with pytest.raises(CacheError, match="are damaged"):
+        [part.read() for part in parts_of]
+    assert broken.damaged > 0
 
 
 def test_concurrent_readers_read_once() -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 from maskfx.errors import CacheError
 from maskfx.runtime.cache.stores.filesystem import Disk
 from maskfx.runtime.cache.stores.read_speed import ReadSpeed
-from maskfx.runtime.cache.stores.store_entry import HEADER, MAGIC, VERSION
+from maskfx.runtime.cache.stores.store_entry import HEADER, MAGIC, VERSION, Buffer, new_buffer
 
 
 class EntryParts(Protocol):
@@ -27,7 +27,7 @@ class EntryParts(Protocol):
     @property
     def speed(self) -> ReadSpeed: ...
 
-    def read(self, begin: int, end: int) -> bytearray:
+    def read(self, begin: int, end: int) -> Buffer:
         """Return a range of the payload; raise CacheError if the entry is gone or changed."""
         ...
 
@@ -58,14 +58,14 @@ class FileParts:
     remove: Callable[[Path], object]
     clock: Callable[[], float] = time.perf_counter
 
-    def read(self, begin: int, end: int) -> bytearray:
+    def read(self, begin: int, end: int) -> memoryview:
         began = self.clock()
-        found = bytearray(end - begin)
+        found = new_buffer(end - begin)
         try:
             file = self.disk.open(self.path)
             try:
                 same = header_in(self.disk, file) == self.header
-                whole = same and self.disk.read_at(file, memoryview(found), HEADER.size + begin)
+                whole = same and self.disk.read_at(file, found, HEADER.size + begin)
             finally:
                 self.disk.close(file)
         except OSError as error:

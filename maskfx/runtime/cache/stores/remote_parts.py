@@ -18,7 +18,7 @@ from maskfx.runtime.cache.stores.remote_entries import (
     pieces_of,
     rows_name,
 )
-from maskfx.runtime.cache.stores.store_entry import CorruptEntry
+from maskfx.runtime.cache.stores.store_entry import CorruptEntry, new_buffer
 
 
 def read_whole(
@@ -73,7 +73,7 @@ class RemoteParts:
     remove: Callable[[], None]
     clock: Callable[[], float] = time.perf_counter
 
-    def read(self, begin: int, end: int) -> bytearray:
+    def read(self, begin: int, end: int) -> memoryview:
         began, why = self.clock(), "it was removed while an edit reads it"
         turns = 2 + pieces_of(end - begin) // PARALLEL
         found = None
@@ -89,16 +89,19 @@ class RemoteParts:
         self.speed.add(len(found), self.clock() - began)
         return found
 
-    async def _read(self, begin: int, end: int) -> bytearray | None:
-        turn = asyncio.Semaphore(PARALLEL)
+    async def _read(self, begin: int, end: int) -> memoryview | None:
+        turn, whole = asyncio.Semaphore(PARALLEL), new_buffer(end - begin)
 
-        async def piece(start: int) -> memoryview | None:
+        async def piece(start: int) -> bool:
+            into = whole[start - begin : start - begin + PIECE]
             async with turn:
-                return await self.entries.objects.read(self.name, start, min(start + PIECE, end))
+                found = await self.entries.objects.read(self.name, start, start + len(into))
+            if found is None or len(found) != len(into):
+                return False
+            into[:] = found
+            return True
 
-        pieces = await asyncio.gather(*map(piece, range(begin, end, PIECE)))
-        whole = b"".join(found for found in pieces if found is not None)
-        return bytearray(whole) if len(whole) == end - begin else None
+        return whole if all(await asyncio.gather(*map(piece, range(begin, end, PIECE)))) else None
 
     def is_damaged(self) -> None:
         self.remove()

@@ -12,6 +12,7 @@ import struct
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from maskfx.errors import InputError
@@ -107,6 +108,11 @@ def read_payload(disk: Disk, file: int, digest: bytes) -> bytearray:
     if _hash(bytes(header[: HASHED.size]), payload) != hashed:
         raise CorruptEntry("another hash")
     return payload
+
+
+def new_buffer(nbytes: int) -> memoryview:
+    """Return memory to read into, which isn't set to zero first."""
+    return np.empty(nbytes, np.uint8).data
 
 
 def payload_prefix(entry: StoreEntry, nbytes: int = 1 << 20) -> bytes:
