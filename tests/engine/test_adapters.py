@@ -197,6 +197,26 @@ def test_adapters_that_all_members_share_are_in_the_weights_meanwhile(
     assert not adapters.counts().failures
 
 
+def test_ranks_have_adapters_that_all_members_share_in_their_weights(
+    pipe: Any, adapters: Adapters, tmp_path: Path
+) -> None:
+    adapters.register("alone", style(tmp_path, pipe, "alone", seed=1))
+    before = copy.deepcopy(pipe.unet.state_dict())
+
+    def given() -> dict[str, Any]:
+        return {**whole(num_inference_steps=12, strength=1.0), "quality": "all-steps"}
+
+    wanted = pipe(**given(), lora="alone").images
+    with maskfx.Engine(ranks=2, rank_timeout=60.0) as engine:
+        found = engine.submit(pipe, **given(), lora="alone").result(240).images
+        assert any(step.in_place for step in engine.steps)
+        (group,) = engine.runner.rank_groups()
+        assert group.computed_here == group.failures == 0
+    assert distance(wanted, found) < 1e-4
+    after = pipe.unet.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
 def test_a_store_that_hangs_fails_its_own_request_only(
     pipe: Any, adapters: Adapters, tmp_path: Path
 ) -> None:

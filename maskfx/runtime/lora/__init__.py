@@ -1,5 +1,5 @@
 """LoRA: low-rank updates of layers, per request.
 
-May import: runtime/popularity, runtime/processes, compiler/artifact, ir, errors. Begin with
-`adapter.py`.
+May import: runtime/popularity, runtime/processes, runtime/hardware, compiler/artifact, ir, errors.
+Begin with `adapter.py`.
 """

@@ -51,7 +51,7 @@ class CallSignature:
     usual: Mapping[str, object] = field(default_factory=dict)  # defaults of the pipeline class
     nets: int | None = None  # ControlNets that get lists of images; None: one gets an image
     names: tuple[str, ...] = ()  # of the ControlNets
-    kinds: int | None = None  # of control images that its ControlNet tells apart
+    kinds: int | None = None  # of control images that its ControlNet distinguishes
     union: bool = False  # whether the ControlNet takes images of several kinds at once
 
     @classmethod
