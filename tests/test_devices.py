@@ -573,9 +573,7 @@ def test_a_served_edit_on_a_device_is_that_of_the_cpu() -> None:
 def test_a_fallback_on_a_device_gives_the_picture_of_rows() -> None:
     name = KINDS[0]
     wanted = pixels(pipes(name)[0](**edit_of(name, DEVICE)))
-    pipe = anew(
-        name, compiled_pipe=maskfx.compile(BUILDS[name]().to(DEVICE), quality="all-steps")
-    )
+    pipe = anew(name, compiled_pipe=maskfx.compile(BUILDS[name]().to(DEVICE), quality="all-steps"))
     pipe(**edit_of(name, DEVICE))
     with verdict(pipe, "forced"):
         pipe = anew(name, compiled_pipe=pipe)  # recorded again, with its inputs
