@@ -54,8 +54,10 @@ def verify(
             if not verdict.error <= verdict.bound:
                 raise CompileError(
                     f"export: the graph {verdict.graph!r} of {type(module).__name__} computes "
-                    f"something else than the denoiser: {verdict}; nothing was written. Another "
-                    "format, or verify=False, exports it all the same"
+                    f"something else than the denoiser: {verdict}; nothing was written. A pipeline "
+                    "that replaces parts of it during a call, such as attention processors, leaves "
+                    "another denoiser than was captured; else another format, or verify=False, "
+                    "exports it all the same"
                 )
     return found
 

@@ -93,6 +93,23 @@ def test_casts_between_types_are_written(tmp_path: Path) -> None:
         assert error(torch.from_numpy(a).double(), b.double()) < 1e-6
 
 
+class OneHead(nn.Module):
+    """Attention of several heads over keys of one."""
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, k)
+
+
+def test_one_head_of_keys_serves_all(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 6, 8)
+    program = torch.export.export(OneHead(), (q, k), dynamic_shapes=({2: Dim.AUTO}, {}))
+    path = tmp_path / "x.onnx"
+    formats.OnnxWriter(tmp_path).write(program, {path: ["out"]})
+    [found] = runtime.InferenceSession(str(path)).run(None, {"q": q.numpy(), "k": k.numpy()})
+    assert error(torch.from_numpy(found), OneHead()(q, k)) < 1e-5
+
+
 def test_no_operator_runs_again_and_none_is_decomposed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,10 +46,10 @@ def without_colours(given: object, lengths: set[int]) -> object:
         return [without_colours(one, lengths) for one in given]
     if isinstance(given, np.ndarray) and given.ndim in (3, 4) and given.shape[-1] in COLOURS:
         return given[..., :3].max(-1, keepdims=given.ndim == 4)
-    if isinstance(given, Tensor) and given.dim() in (3, 4) and given.shape[-3] in COLOURS:
-        if given.dim() == 4 or given.shape[0] not in lengths:
-            return given[..., :3, :, :].amax(-3, keepdim=True)
-    return given
+    if not isinstance(given, Tensor) or given.dim() not in (3, 4) or given.shape[-3] not in COLOURS:
+        return given
+    several = given.dim() == 3 and given.shape[0] in lengths
+    return given if several else given[..., :3, :, :].amax(-3, keepdim=True)
 
 
 def length_of(value: object) -> int:
