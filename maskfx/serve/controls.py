@@ -59,7 +59,7 @@ def check_controls(sent: int, nets: int) -> None:
 def check_modes(
     modes: Sequence[int] | None, known: object, kinds: int, images: int, at_once: bool
 ) -> None:
-    """Raise ApiError unless it is said what each control image is.
+    """Raise ApiError unless each control image has a kind that the ControlNet takes.
 
     Args:
         modes: The field `control_mode`.
