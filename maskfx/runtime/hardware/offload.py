@@ -43,7 +43,7 @@ def bring(module: nn.Module) -> None:
     """Move a module to the device that it runs on, if it has such a hook.
 
     Weights on the CPU lie at "cpu". To a hook for "cpu:0", as diffusers makes it, that is another
-    device, and it would move them in the middle of a capture; so it is told the weights' own.
+    device, and it would move them in the middle of a capture; so it receives the weights' own.
     """
     hook = whole_hook(module)
     if hook is None:
