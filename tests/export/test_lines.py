@@ -10,15 +10,7 @@ from tests.factories.own_cases import OWN
 from tests.factories.zoo import ZOO
 
 QUICK = "motion-text-for-each-frame"
-NAMES = (
-    QUICK,
-    "film-in-turn",
-    "motion-one-text",
-    "motion-one-key",
-    "axial",
-    "companions",
-    "dilated-attention",
-)
+NAMES = (QUICK, "film-in-turn", "motion-one-text", "motion-one-key", "axial", "companions")
 names = pytest.mark.parametrize(
     "name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
 )
