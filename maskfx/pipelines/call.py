@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, replace
 from functools import partial
 
+from torch import nn
+
 from maskfx.errors import EngineError
 from maskfx.ir import progress
 from maskfx.pipelines.adapters.late_lora import from_start, held, prefetch, resolved
@@ -28,7 +30,7 @@ from maskfx.pipelines.masks.videos import VIDEO, is_video
 from maskfx.pipelines.outputs import as_list, force_images
 from maskfx.pipelines.parts.modular import errors_hidden, with_state
 from maskfx.pipelines.parts.pipeline import Pipeline
-from maskfx.pipelines.parts.stand_in import running
+from maskfx.pipelines.parts.stand_in import put_back, running
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.runs.alone import adapters_written
 from maskfx.pipelines.runs.interception import watched
@@ -363,6 +365,9 @@ class PipelineCall:
 
     def _run(self, run: PipelineRun, arguments: Arguments) -> object:
         components, denoisers = self.pipe.components, self.state.denoisers
+        modules = [denoiser.module for denoiser in denoisers.values()]
+        for part in {*modules, *(p for p in components.values() if isinstance(p, nn.Module))}:
+            put_back(part)
         around = run.adapters.around(components, denoisers)
         ended = nullcontext() if run.late is None else run.late.finished()
         execution: AbstractContextManager[Execute] = nullcontext(run.execute)

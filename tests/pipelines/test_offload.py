@@ -12,6 +12,7 @@ from accelerate.hooks import add_hook_to_module  # type: ignore[import-untyped,u
 
 import maskfx
 from maskfx.compiler.capture.capture import capture
+from maskfx.pipelines.parts.stand_in import installed, users_of
 from maskfx.runtime.hardware.offload import bring, device_of
 from maskfx.runtime.programs import program_cache
 from tests.factories import emulated
@@ -63,6 +64,19 @@ def test_a_hook_of_the_cpu_moves_no_weights_in_a_capture(monkeypatch: pytest.Mon
     module(torch.ones(1, 2))
     assert moved == []
     assert device_of(module) == torch.device("cpu")
+
+
+def test_offloading_that_began_before_the_compile_keeps_edits_on_rows() -> None:
+    """diffusers removes and adds all hooks at the end of each call, the recording's too."""
+    wanted = pixels(maskfx.compile(PIPES[NAME].build(), quality="all-steps"))
+    pipe = PIPES[NAME].build()
+    pipe.enable_model_cpu_offload(device="cpu")
+    pipe = maskfx.compile(pipe, quality="all-steps")
+    for _ in range(2):
+        assert abs(pixels(pipe) - wanted).max() <= 1
+    maskfx.decompile(pipe)
+    assert users_of(pipe.transformer) == 0
+    assert installed(pipe.transformer) is None
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@
 The module is otherwise unchanged, including class, weights, config and hooks; outside of a run it
 computes as before. Several pipelines may share a module: it has one stand-in until the last of them
 removes it. The module's own hooks act when the pipeline calls it, not again when the call is
-computed. Copies and pickles of the module have no stand-ins.
+computed. Copies and pickles of the module have no stand-ins. Each run puts back those that were
+lost: when accelerate removes a hook, the module gets the `forward` that it had before the hook.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import Protocol, get_args, get_type_hints
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -166,51 +170,90 @@ class Hooks:
 
 @dataclass
 class StandIn:
-    """A stand-in: the `forward` it replaces, and the number of pipelines that use it."""
+    """A stand-in: the `forward` it replaces."""
 
     original: Callable[..., object]
     before: Callable[..., object] | None  # the previous method in the module's __dict__, if any
-    users: int = 0
+
+
+@dataclass
+class Users:
+    """The stand-ins that a module should have.
+
+    Args:
+        counts: By method, the number of pipelines that use one.
+        denoises: Whether the module is a denoiser.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    denoises: bool = False
+
+
+USERS: WeakKeyDictionary[nn.Module, Users] = WeakKeyDictionary()
+CHANGING = Lock()  # requests in several threads may have one module
 
 
 def install(module: nn.Module, method: str = "forward", denoises: bool = True) -> None:
     """Dispatch calls of a denoiser, or of a method of a part that is none, to the current run."""
-    standin = installed(module, method)
-    if standin is None and method == "forward" and denoises:
-        standin = replace_method(module, method, dispatching_forward)
+    with CHANGING:
+        users = USERS.setdefault(module, Users())
+        users.denoises |= denoises and method == "forward"
+        users.counts[method] += 1
+        put(module, method, users)
+
+
+def put_back(module: nn.Module) -> None:
+    """Give a module the stand-ins that it should have and has lost."""
+    with CHANGING:
+        users = USERS.get(module, Users())
+        for method in users.counts:
+            put(module, method, users)
+
+
+def put(module: nn.Module, method: str, users: Users) -> None:
+    """Give a module a stand-in if it has none for this method."""
+    if installed(module, method) is None:
+        if method == "forward" and users.denoises:
+            replace_method(module, method, dispatching_forward)
+        else:
+            replace_method(module, method, partial(dispatching_method, method=method))
+    if users.denoises and installed(module, HOOKED_CALL) is None:
         replace_method(module, HOOKED_CALL, call_with_hooks_once)
-    elif standin is None:
-        standin = replace_method(module, method, partial(dispatching_method, method=method))
     if installed(module, STATE) is None:
         replace_method(module, STATE, state_without_stand_ins)
-    standin.users += 1
+
+
+def users_of(module: nn.Module) -> int:
+    """Return the number of pipelines that handle a module's calls."""
+    return USERS[module].counts["forward"] if module in USERS else 0
 
 
 def replace_method(
     module: nn.Module,
     method: str,
     made: Callable[[nn.Module, StandIn], Callable[..., object]],
-) -> StandIn:
+) -> None:
     """Give a module a method in place of its own, for as long as it has stand-ins."""
     standin = StandIn(getattr(module, method), module.__dict__.get(method))
     function = module.__dict__[method] = made(module, standin)
     function.__dict__["maskfx_standin"] = standin
-    return standin
 
 
 def remove(module: nn.Module, method: str = "forward") -> None:
     """Undo one `install`."""
-    standin = installed(module, method)
-    if standin is None:
-        return
-    standin.users -= 1
-    if standin.users:
-        return
-    restore(module, method)
-    if method == "forward":
-        restore(module, HOOKED_CALL)
-    if not any(installed(module, name) for name in vars(module) if name != STATE):
-        restore(module, STATE)
+    with CHANGING:
+        users = USERS.get(module, Users())
+        users.counts[method] -= 1
+        if users.counts[method] > 0:
+            return
+        del users.counts[method]
+        restore(module, method)
+        if method == "forward":
+            users.denoises = False
+            restore(module, HOOKED_CALL)
+        if not users.counts:
+            USERS.pop(module, None)
+            restore(module, STATE)
 
 
 def restore(module: nn.Module, method: str) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import nn
 
-from maskfx.pipelines.parts.stand_in import installed
+from maskfx.pipelines.parts.stand_in import users_of
 from maskfx.pipelines.runs.execute import execute
 from maskfx.pipelines.runs.run import Execute
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -44,10 +44,8 @@ def own_weights(
 ) -> bool:
     """Return True if only calls of these denoisers read their weights."""
     modules = [denoiser.module for denoiser in denoisers.values()]
-    for module in modules:
-        standin = installed(module)
-        if standin is None or standin.users > 1:
-            return False
+    if any(users_of(module) != 1 for module in modules):
+        return False
     inside = {id(part) for module in modules for part in module.modules()}
     others = [
         part
