@@ -357,6 +357,8 @@ class PipelineCall:
         if "_num_timesteps" in vars(self.pipe):
             vars(self.pipe)["_num_timesteps"] = None  # left by the previous run
         result = self._run(run, {**self.arguments, **changed})
+        if not run.hooks:
+            state.notes["a run in which the pipeline called none of its compiled denoisers"] += 1
         if late is not None and not late.read:
             state.notes['control="late": no step reads the results of the step before'] += 1
         if rows is not None and not rows.reads:

@@ -189,7 +189,7 @@ class PipelineRun:
     rows: LateRows | None = None  # None: ranks wait for one another's rows
     follow: Callable[[str], RunSettings] | None = None  # returns a denoiser's settings
     settings: dict[str, RunSettings] = field(default_factory=dict)  # as of their first call
-    _hooks: dict[str, Hooks] = field(default_factory=dict)  # of each denoiser's parts
+    hooks: dict[str, Hooks] = field(default_factory=dict)  # of parts of denoisers called so far
     _masks: MaskCache = field(default_factory=MaskCache)  # a run's steps share a few masks
     _constants: dict[tuple[str, str], Constants] = field(default_factory=dict)  # by name and branch
     _acting: dict[tuple[str, str], Updates] = field(default_factory=dict)  # by name and branch
@@ -211,9 +211,9 @@ class PipelineRun:
         name = self._names.get(id(module))
         if name is None:
             return False
-        if name not in self._hooks:
-            self._hooks[name] = Hooks(module)
-        if self._hooks[name].act():
+        if name not in self.hooks:
+            self.hooks[name] = Hooks(module)
+        if self.hooks[name].act():
             self.note(f"{name}: hooks act on it or its parts ({WHOSE_HOOKS}); it runs dense")
             return False
         if self.follow is not None and name not in self.settings:
