@@ -84,9 +84,9 @@ def test_an_adapter_acts_from_its_first_step_on(monkeypatch: pytest.MonkeyPatch)
     seen: list[list[int]] = []
     original = execute.run_parts
 
-    def listen(denoiser: Any, members: Any, executor: Any = None) -> None:
+    def listen(denoiser: Any, members: Any, *rest: Any) -> None:
         seen.append([len(member.step.adapters) for member in members])
-        original(denoiser, members, executor)
+        original(denoiser, members, *rest)
 
     monkeypatch.setattr(execute, "run_parts", listen)
     call = call_of(PIPES[TEXT], 0)

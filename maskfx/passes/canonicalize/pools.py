@@ -15,19 +15,18 @@ from maskfx.passes.context import PassContext, argument, aten, node_value, op_na
 from maskfx.passes.spelling import Speller
 
 PAIRS = {"var_mean": aten.var.correction, "std_mean": aten.std.correction}
-EXTREMES = {"max": aten.amax.default, "min": aten.amin.default}
 
 
 def canonicalize_pools(graph: fx.Graph, ctx: PassContext) -> int:
-    """Rewrite adaptive pools to one value, maxima along an axis and var_mean to reductions.
+    """Rewrite adaptive pools to one value and var_mean to reductions.
 
-    Before  y = adaptive_avg_pool2d(x, [1, 1]); z = max(x, 1, True)[0]
-    After   y = mean(x, [-2, -1], True); z = amax(x, [1], True)
+    Before  y = adaptive_avg_pool2d(x, [1, 1]); z = adaptive_max_pool2d(x, [1, 1])[0]
+    After   y = mean(x, [-2, -1], True); z = amax(x, [-2, -1], True)
     and     v, m = var_mean(x, [2, 3]); n = mean(mean(x, [2]), [2])
     becomes v = var(x, [2, 3]); m = mean(x, [2, 3]); n = mean(x, [2, 3])
     and     y = adaptive_avg_pool2d(x, [2, 2])      (x is a picture of any size, h * w)
     becomes y = unflatten(matmul(flatten(x, 2), weights), 2, [2, 2])       (weights: [h * w, 4])
-    Keeps   pools to many values, or of one size, and maxima whose indices are used.
+    Keeps   pools to many values, or of one size, and those whose indices are used.
     """
     count = 0
     for node in list(graph.nodes):
@@ -41,11 +40,7 @@ def canonicalize_pools(graph: fx.Graph, ctx: PassContext) -> int:
             spell = Speller(graph, node)
             spell.replace(by_parts(spell, source, argument(node, 1, "output_size")))
         elif name in ("adaptive_max_pool2d", "adaptive_max_pool1d") and to_one(node):
-            if not without_indices(graph, node, aten.amax.default, pooled_dims(name), True):
-                continue
-        elif name in EXTREMES and isinstance(argument(node, 1, "dim"), int):
-            dims, keep = [argument(node, 1, "dim")], bool(argument(node, 2, "keepdim", False))
-            if not without_indices(graph, node, EXTREMES[name], dims, keep):
+            if not without_indices(graph, node, pooled_dims(name)):
                 continue
         elif name in ("mean", "sum") and op_name(source) == name and len(source.users) == 1:
             if not at_once(graph, node, source):
@@ -131,10 +126,8 @@ def pooled_dims(name: str) -> list[int]:
     return [-2, -1] if name.endswith("2d") else [-1]
 
 
-def without_indices(
-    graph: fx.Graph, node: fx.Node, target: OpOverload, dims: list[int], keep: bool
-) -> bool:
-    """Replace the values of a (values, indices) pair; return False if the indices are used."""
+def without_indices(graph: fx.Graph, node: fx.Node, dims: list[int]) -> bool:
+    """Replace the maxima of a (values, indices) pair; return False if the indices are used."""
     users = list(node.users)
     if not isinstance(node_value(node), (tuple, list)):
         return False
@@ -143,7 +136,7 @@ def without_indices(
     for user in users:
         if user.args[1] == 0:
             spell = Speller(graph, user)
-            spell.replace(spell.emit(target, node.args[0], dims, keep))
+            spell.replace(spell.emit(aten.amax.default, node.args[0], dims, True))
         else:
             graph.erase_node(user)
     graph.erase_node(node)

@@ -272,7 +272,8 @@ def test_the_least_recently_used_go_beyond_the_limit() -> None:
 
 def test_the_limit_holds_in_the_background() -> None:
     objects = FaultyObjects()
-    tiers = Tiers(remote(objects), host_bytes=0, disk_bytes=3 * len(encode(a_step(0))) + 2000)
+    store = remote(objects, looked_after=0.0)
+    tiers = Tiers(store, host_bytes=0, disk_bytes=3 * len(encode(a_step(0))) + 2000)
     for i in range(8):
         tiers.put(key(step=i), a_step(i))
     assert tiers.flush()
