@@ -13,17 +13,21 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import MaskfxError
 from maskfx.ir.lru import LruCache
 from maskfx.ir.objects import holds_objects
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, is_fixed, late_exchange
-from maskfx.runtime.validation.sample_arguments import count_listed, join_results
+from maskfx.runtime.validation.sample_arguments import (
+    SampleArguments,
+    count_listed,
+    join_results,
+)
 from maskfx.runtime.validation.validate import expand_timesteps
 
 KINDS = 256  # kept: shapes of calls of which it is known whether samples can be computed alone
-VIEWS = 512  # kept: arguments of a sample, so that equal arguments give the same tensors
 
 
 class StepSamples:
@@ -38,7 +42,7 @@ class StepSamples:
     def __init__(self, denoiser: CompiledDenoiser) -> None:
         self._denoiser = denoiser
         self._apart: LruCache[Hashable, bool] = LruCache(KINDS)
-        self._views: LruCache[Hashable, tuple[Tensor, Tensor]] = LruCache(VIEWS)
+        self._cut = SampleArguments()
         # the parts of recordings, which ranks know by number
         self._caches: MutableMapping[StepCache, list[StepCache]] = WeakIdKeyDictionary()
 
@@ -82,7 +86,7 @@ class StepSamples:
         return [
             pytree.tree_unflatten(
                 [
-                    value if axis is None else self._part(value, axis, number, batch, leaf.step)
+                    value if axis is None else self._part(value, axis, number, batch, leaf)
                     for value, axis, leaf in zip(values, axes, leaves, strict=True)
                 ],
                 spec,
@@ -90,20 +94,10 @@ class StepSamples:
             for number in range(batch)
         ]
 
-    def _part(self, value: Tensor, axis: int, number: int, batch: int, fresh: bool) -> Tensor:
-        """Return a sample's part of an argument.
-
-        What doesn't change from step to step gives the same tensor in each, so that results which
-        are computed from it once per request stay known.
-        """
+    def _part(self, value: Tensor, axis: int, number: int, batch: int, leaf: Argument) -> Tensor:
+        """Return a sample's part of an argument."""
         each = value.shape[axis] // batch
-
-        def view() -> tuple[Tensor, Tensor]:
-            return value, value.narrow(axis, number * each, each)
-
-        if fresh or value.is_inference():
-            return view()[1]
-        return self._views.find((id(value), value._version, axis, number, batch), view)[1]
+        return self._cut.view(value, ((axis, number * each, each),), keep=not leaf.step)
 
     def _alike(self, samples: Sequence[AnyStep]) -> bool:
         """Return True if the module computes these calls alone as it does together."""

@@ -97,7 +97,7 @@ class SampleArguments:
     def _selected(self, value: object, index: int, count: int) -> object:
         if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != count:
             return select_sample(value, index, count)
-        return self._view(value, ((0, index, 1),))
+        return self.view(value, ((0, index, 1),))
 
     def _cut(
         self,
@@ -118,7 +118,7 @@ class SampleArguments:
                     cuts.append((axis, index * each, each))
                 elif role in texts:
                     cuts.append((axis, 0, texts[role][index]))
-            return self._view(value, tuple(cuts), keep=not leaf.step)
+            return self.view(value, tuple(cuts), keep=not leaf.step)
         if isinstance(value, Mapping):
             return {
                 k: self._cut(v, f"{path}.{k}", index, batch, leaves, texts)
@@ -132,7 +132,8 @@ class SampleArguments:
             [self._cut(v, f"{path}.{i}", index, batch, leaves, texts) for i, v in enumerate(value)]
         )
 
-    def _view(self, value: Tensor, cuts: tuple[Cut, ...], keep: bool = True) -> Tensor:
+    def view(self, value: Tensor, cuts: tuple[Cut, ...], keep: bool = True) -> Tensor:
+        """Return a part of an argument; with `keep`, the same tensor for the same argument."""
         cuts = tuple(c for c in cuts if (c[1], c[2]) != (0, value.shape[c[0]]))
         if not cuts:
             return value
