@@ -47,6 +47,7 @@ class RanksInPlace:
         self._denoiser, self._clock = denoiser, clock
         self.seen = denoiser.in_place.elsewhere.setdefault(name, Elsewhere())
         self._run: object = None  # key of the adapters of the latest steps
+        self._failed: tuple[object, str] | None = None  # adapters that a rank can't write, and why
         self._written: Updates = ()  # of the step that runs; () if it has low-rank terms
         self._wrote = 0.0  # seconds of it
 
@@ -62,7 +63,10 @@ class RanksInPlace:
         if shared is not None:
             own = self._denoiser.adapters.checked(shared.updates)
         if own is not None:
-            self.seen.refused = self._denoiser.in_place.refusal(own, private=True)
+            why = self._denoiser.in_place.refusal(own, private=True)
+            if not why and self._failed is not None and self._failed[0] == own.key:
+                why = self._failed[1]
+            self.seen.refused = why
         costs = self.seen.costs
         if shared is None or own is None or self.seen.refused:
             costs.end()
@@ -114,6 +118,7 @@ class RanksInPlace:
     def refuse(self, why: str) -> None:
         """Have the step that runs, and later ones with these adapters, computed with terms."""
         log.warning("adapters aren't written into the weights of ranks: %s", why)
+        self._failed = self._run, why
         self.seen.refused, self._written = why, ()
 
     def _check(self, found: Mapping[int, WriteResult]) -> None:

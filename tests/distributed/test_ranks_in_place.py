@@ -119,18 +119,22 @@ def test_if_a_rank_cannot_write_no_rank_has(
     divided(group, 3).run(denoiser, steps)
     seen, ranks = always(group, (0, 1)), group.pool.ranks
     assert ranks is not None
-    ask = ranks.ask
+    ask, asked = ranks.ask, list[Any]()
 
     def refusing(requests: Any) -> Any:
         found = ask(requests)
         if isinstance(requests.get(1), WriteRequest):
+            asked.append(requests)
             found[1] = WriteResult("no memory is left")
         return found
 
     with monkeypatch.context() as patch:
         patch.setattr(ranks, "ask", refusing)
-        found = divided(group, 3).run(denoiser, steps, SharedAdapters(own, 192, 10))
-    assert same(found, wanted)
+        for left in (10, 9):
+            found = divided(group, 3).run(denoiser, steps, SharedAdapters(own, 192, left))
+            assert same(found, wanted)
+    assert len(asked) == 1, "later steps with these adapters don't try again"
+    assert "no memory is left" in seen.refused
     assert not seen.written
     assert not seen.costs.steps_in_place
     assert "rank 1: no memory is left" in caplog.text
