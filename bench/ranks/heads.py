@@ -7,7 +7,7 @@ Each rank attends to gathered keys and values, to its share of the cached keys, 
 of the heads. Per batch (a dense member, an edit of 20 % of the sites), number of ranks and way:
 the bytes that all ranks send; those of theory for keys and values, or for queries, keys, values
 and results of divided heads, without border rows, moments and what cached keys add; exchanges;
-seconds of a step, with the ways in turn; predicted seconds; and the way that is chosen. With fewer
+seconds of a step, with the ways in turn; and the way that is chosen. With fewer
 idle cores than ranks, the seconds compare ways of one number of ranks at best. Writes
 ranks-heads-SHAPE.json to bench/results.
 """
@@ -71,11 +71,12 @@ def rows_of(
     [(program, _, frame, _, members)] = found
     partition = Partition(((1.0,) * ranks,), (not shape.has_convolutions,))
     group.denoiser.step(steps, group.on(ranks, partition))  # starts and measures
-    predicted = group.divider.attention(program, frame, members, partition, group.costs)
-    ways: list[AttentionWay] = [way for way in WAYS if way in predicted]
+    chosen = group.divider.attention_ways(program, frame, members, partition, group.costs)
+    mixed = set(WAYS) if isinstance(chosen, tuple) else {chosen}  # not all attentions alike
+    counts = group.divider.exchange_counts(program)
+    ways: list[AttentionWay] = [way for way in WAYS if way in counts]
     if name == "dense":
         ways.remove("keys by rank")  # there are no cached keys
-    chosen = min(ways, key=lambda way: predicted[way])
     sent: dict[str, list[int]] = {}
 
     def run(way: AttentionWay) -> None:
@@ -84,15 +85,13 @@ def rows_of(
 
     times = alternate({way: lambda _, way=way: run(way) for way in ways}, rounds + 1)
     exchanges = group.divider.exchanges(program, members[0])
-    counts = group.divider.exchange_counts(program)
     return [
         {
             "batch": name,
             "ranks": ranks,
             "way": way,
             "seconds": figure(times[way][1:]),
-            "predicted": predicted[way],
-            "chosen": way == chosen,
+            "chosen": way in mixed,
             "exchanges": counts[way],
             "sent": sent[way],
             "theory": theory(exchanges, members[0], ranks, way),
@@ -114,13 +113,13 @@ def theory(exchanges: Exchanges, member: Member, ranks: int, way: AttentionWay) 
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [["batch", "ranks", "way", "KiB sent", "theory", "exchanges", "ms", "predicted", ""]]
+    lines = [["batch", "ranks", "way", "KiB sent", "theory", "exchanges", "ms", ""]]
     for row in rows:
         kib = [f"{number / 1024:.0f}" for number in (sum(row["sent"]), row["theory"])]
-        ms = [f"{1000 * n:.0f}" for n in (row["seconds"]["median"], row["predicted"])]
+        ms = f"{1000 * row['seconds']['median']:.0f}"
         chosen = "chosen" if row["chosen"] else ""
         lines.append(
-            [row["batch"], str(row["ranks"]), row["way"], *kib, str(row["exchanges"]), *ms, chosen]
+            [row["batch"], str(row["ranks"]), row["way"], *kib, str(row["exchanges"]), ms, chosen]
         )
     return columns(lines)
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from maskfx.compiler.rank_twins import SplitProgram
 from maskfx.distributed.division.attention_ways import (
     Attention,
-    attention_seconds,
     attentions_of,
     quickest_ways,
 )
@@ -92,25 +91,6 @@ class Divider:
         seconds = {degree: predicted for degree, (_, predicted) in ways.items()}
         kind, flops = self._kind(program, members, ranks)
         return ways[self.measured.best(kind, flops, seconds)][0]
-
-    def attention(
-        self,
-        program: Program,
-        frame: Frame,
-        members: Sequence[Member],
-        partition: Partition,
-        costs: LinkCosts,
-    ) -> dict[AttentionWay, float]:
-        """Return the predicted seconds of a batch by the way in which its ranks attend."""
-        splits = self._splits(program)
-        if not any(partition.cut):
-            return {"gathered": 0.0}
-        work = [self.work.of(program, member) for member in members]
-        exchanges: dict[AttentionWay, Exchanges] = {
-            way: self.exchanges(program, members[0], way) for way in splits if way != "keys by rank"
-        }
-        flop = self.work.flop(costs.flop)
-        return attention_seconds(splits, exchanges, frame, members, work, partition, costs, flop)
 
     def attention_ways(
         self,

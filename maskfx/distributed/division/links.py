@@ -11,7 +11,7 @@ from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.division.work import Work
 from maskfx.ir.lanes import is_image, is_text
 from maskfx.ir.program import Program
-from maskfx.ir.sources import Exchanged, Rest, RestShare
+from maskfx.ir.sources import Exchanged, Rest
 from maskfx.runtime.batch.member import Member
 
 
@@ -33,17 +33,6 @@ class LinkCosts:
     load: float = 2.5e-10
     send: float = 1e-9
     flop: float = 2.5e-11
-
-
-def shared_keys(gathered: SplitProgram, by_rank: SplitProgram) -> list[str]:
-    """Return the inputs with cached keys and values of which ranks may read their shares.
-
-    Attention along lines isn't among them: it gathers keys and values in any case.
-    """
-    inputs = gathered.program.interface.inputs
-    shares = {s.tap for s in by_rank.program.interface.inputs.values() if isinstance(s, RestShare)}
-    shares -= {s.tap for s in inputs.values() if isinstance(s, RestShare)}
-    return [name for name, s in inputs.items() if isinstance(s, Rest) and s.tap in shares]
 
 
 def shared_texts(

@@ -14,14 +14,15 @@ import maskfx
 from maskfx import CompiledDenoiser, DenseStep, EditStep
 from maskfx.compiler.rank_twins import split_program
 from maskfx.distributed.divider import Divider
-from maskfx.distributed.division.links import LinkCosts, shared_keys
+from maskfx.distributed.division.attention_ways import attentions_of
+from maskfx.distributed.division.links import LinkCosts
 from maskfx.distributed.division.measure import slowest
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.division.step_costs import Exchanges, exchanges_of, sent_bytes, step_seconds
 from maskfx.distributed.division.work import RankWork, Work
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.distributed.rank_step import RankPrograms
-from maskfx.ir.head_sources import AttentionWay
+from maskfx.ir.head_sources import AttentionWay, AttentionWays
 from maskfx.runtime.batch.flops import row_flops
 from tests.distributed import tiny
 from tests.distributed.test_ranks import BOUND, error
@@ -179,12 +180,15 @@ def test_keys_that_ranks_may_share(name: str, count: int) -> None:
     gathered, by_rank = split_program(program), split_program(program, "keys by rank")
     assert not isinstance(gathered, str)
     assert not isinstance(by_rank, str)
-    assert len(shared_keys(gathered, by_rank)) == count
+    attentions = attentions_of(
+        {"gathered": gathered, "keys by rank": by_rank}, RankWork().widths(program, members[0])
+    )
+    assert sum(len(one.cached) for one in attentions) == count
 
     def prefers(costs: LinkCosts, *shares: float) -> bool:
         divider = Divider(RankPrograms(denoiser.settings))
-        seconds = divider.attention(program, frame, members, Partition((shares,)), costs)
-        return min(seconds, key=lambda way: seconds[way]) == "keys by rank"
+        found = divider.attention_ways(program, frame, members, Partition((shares,)), costs)
+        return found == "keys by rank"
 
     assert prefers(LinkCosts(exchange=0.0), 1.0, 1.0) == (count > 0)
     assert not prefers(LinkCosts(exchange=1.0), 1.0, 1.0)
@@ -273,10 +277,9 @@ def test_heads_are_divided_where_that_costs_less() -> None:
     program, _, frame, _, members = found[0]
     divider = Divider(RankPrograms(denoiser.settings))
 
-    def chosen(ranks: int, costs: LinkCosts) -> str:
+    def chosen(ranks: int, costs: LinkCosts) -> AttentionWays:
         own = Partition(((1.0,) * ranks,))
-        seconds = divider.attention(program, frame, members, own, costs)
-        return min(seconds, key=lambda way: seconds[way])
+        return divider.attention_ways(program, frame, members, own, costs)
 
     bytes_alone = LinkCosts(exchange=0.0, load=0.0, send=1.0, flop=0.0)
     assert [chosen(ranks, bytes_alone) for ranks in (1, 2, 3)] == ["gathered", "gathered", "heads"]
