@@ -49,7 +49,7 @@ from maskfx.passes.pipeline import PassRecord
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 5  # raise it with every change of a document
+SCHEMA = 6  # raise it with every change of a document
 READING = threading.Lock()  # several threads may ask for the graph of one capture
 NAME, CAPTURED, HASH = "maskfx.program", "maskfx.capture", "xxh3_128"
 PAIRS = ":complex128"  # ends the name of a constant that is stored as pairs of numbers
