@@ -27,6 +27,7 @@ from maskfx.compiler.capture.light_run import LightProducts, light_twin
 from maskfx.compiler.capture.roles import Argument, observed_sizes
 from maskfx.errors import CaptureError
 from maskfx.ir.lazy_module import LazyModule
+from maskfx.ir.lent_methods import lent
 from maskfx.ir.nodes import ancestors
 from maskfx.ir.objects import Watched, copy_tree, made_object, open_objects
 
@@ -182,7 +183,6 @@ def going_by(
 ) -> Iterator[Followed]:
     """Make the module's forward follow a plain run, and also return the conditions it followed."""
     forward = module.forward
-    own = "forward" in vars(module)
     followed = Followed()
 
     @functools.wraps(forward)
@@ -212,14 +212,8 @@ def going_by(
         with asking(reply), lengths_.reading(read):
             return forward(*args, **kwargs), tuple(asked)
 
-    module.forward = answered
-    try:
+    with lent(module, answered):
         yield followed
-    finally:
-        if own:
-            module.forward = forward
-        else:
-            del module.forward
 
 
 def split_off(module: fx.GraphModule, answers: list[bool], steps: Sequence[bool]) -> Decisions:
