@@ -241,9 +241,6 @@ class RankGroup:
 
     def _divides(self, batch: RankBatch) -> bool:
         """Return True if the ranks can compute a batch."""
-        if batch.frame.by_stretch:
-            log.info("steps of %s whose patches are chosen while they run aren't split", self._name)
-            return False
         why = self._programs.refusal(batch.program)
         if why:
             log.info("steps of %s can't be split: %s", self._name, why)
@@ -285,6 +282,9 @@ class RankGroup:
                 requests = part_requests(self.pool, lease, part, batch.steps, self.late.alive)
             found = lease.processes.ask(requests)
             self.late.note(batch.steps, late, divisions, list(found.values()))
+        chosen = next(result.part.choices for result in found.values())
+        if chosen is not None:
+            chosen.repeat(batch.program.interface, batch.members)
         self.last = [found.get(number) for number in lease.ranks]
         seconds = [0.0 if one is None else one.seconds for one in self.last]
         self.divider.note(batch.plain, batch.members, partition, seconds, not any(late))
@@ -301,7 +301,7 @@ class RankGroup:
             return given
         # with given costs a step's division doesn't depend on earlier steps
         find = self.divider.chosen if self.given_costs is None else self.divider.predicted
-        found = find(batch.plain, batch.members, ranks, self.costs)
+        found = find(batch.plain, batch.expected[1], ranks, self.costs)
         return cut_evenly(found, list(map(late_exchange, batch.steps)))
 
     def _late(
@@ -316,7 +316,7 @@ class RankGroup:
 
     def _attention(self, batch: RankBatch, partition: Partition) -> AttentionWays:
         """Return the way of each attention for which the predicted step is the quickest."""
-        given = batch.plain, batch.frame, batch.members, partition, self.costs
+        given = batch.plain, *batch.expected, partition, self.costs
         return self.divider.attention_ways(*given)
 
     def free_ended(self) -> None:
