@@ -121,7 +121,7 @@ class StepRuns:
             results = self._owner.denoiser.step([members[n] for n in apart], split=split)
             found.update(zip(apart, results, strict=True))
         ordered = [found[n] for n in range(len(members))]
-        return list(join_samples(list(map(len, samples)), ordered))
+        return list(join_samples(steps, list(map(len, samples)), ordered))
 
     def on_one(
         self, steps: Sequence[AnyStep], ranks: Sequence[int], divided: Callable[[], Split]
