@@ -106,6 +106,7 @@ class RankGroup:
         self._here = threading.Lock()  # one step is computed in this process at a time
 
     joint = False  # it computes steps of one denoiser
+    reads_values = False  # the ranks compute what steps make of their arguments
 
     # What computes a batch.
 
@@ -157,7 +158,7 @@ class RankGroup:
         with computing_with(1), self.in_place(own.ranks).step(len(steps), shared):
             if own.divides:
                 return self.denoiser.step(steps, split=own)
-            if len(own.ranks) == 1:
+            if own.ranks is not None and len(own.ranks) == 1:
                 return self._runs.on_one(steps, own.ranks, lambda: own)
             return self._runs.run(steps, own.ranks, partial(self._dividing, ranks=own.ranks))
 
@@ -166,7 +167,7 @@ class RankGroup:
         if ranks is None and partition is None:
             return self
         if ranks is None:
-            return partial(self.compute, partition=partition)
+            return RankSet(self, None, partition)
         return self.on(ranks, partition)
 
     def here(self) -> AbstractContextManager[object]:
@@ -344,12 +345,12 @@ class RankGroup:
 
 
 class RankSet:
-    """Computes batches, or whole steps, on some ranks of a group."""
+    """Computes batches, or whole steps, on some ranks of a group, or on all (None)."""
 
     def __init__(
         self,
         group: RankGroup,
-        ranks: tuple[int, ...],
+        ranks: tuple[int, ...] | None,
         partition: Partition | None = None,
         attention: AttentionWays | None = None,
     ) -> None:
@@ -357,6 +358,7 @@ class RankSet:
         self.partition, self.attention = partition, attention
 
     joint = False
+    reads_values = False
 
     @property
     def divides(self) -> bool:

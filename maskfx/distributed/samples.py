@@ -56,7 +56,7 @@ class StepSamples:
             return [step]
         if isinstance(step, EditStep) and not (is_fixed(step) and cuttable(step)):
             return [step]
-        calls = self._arguments(step.inputs)
+        calls = [] if has_one(step.inputs) else self._arguments(step.inputs)
         if len(calls) < 2:
             return [step]
         samples: list[AnyStep]
@@ -138,6 +138,13 @@ class StepSamples:
 def cuttable(step: EditStep) -> bool:
     """Return True if the parts of an edit's recording can be those of its samples."""
     return type(step.cache) is StepCache and step.choice is None and bool(step.mask.any())
+
+
+def has_one(inputs: object) -> bool:
+    """Return True if it is plain that a call has one sample: the first axes have one item."""
+    values = inputs.values() if isinstance(inputs, Mapping) else ()
+    found = [value.shape[0] for value in values if isinstance(value, Tensor) and value.dim() > 2]
+    return bool(found) and max(found) == 1
 
 
 def shape_of(value: object) -> Hashable:
