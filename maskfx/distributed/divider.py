@@ -18,11 +18,13 @@ from maskfx.distributed.division.step_costs import Exchanges, exchanges_of, step
 from maskfx.distributed.division.work import RankWork
 from maskfx.distributed.rank_step import RankPrograms
 from maskfx.ir.head_sources import WAYS, AttentionWay, AttentionWays
+from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 
 Ways = dict[int, tuple[Partition, float]]
+KEPT = 64  # batches whose predictions are kept
 
 
 class Divider:
@@ -38,6 +40,8 @@ class Divider:
         # by the code of a program
         self._exchanges: dict[tuple[str, AttentionWay], Exchanges] = {}
         self._attentions: dict[str, list[Attention]] = {}
+        self._predicted: LruCache[Hashable, Ways] = LruCache(KEPT)
+        self._chosen: LruCache[Hashable, AttentionWays] = LruCache(KEPT)
 
     def exchanges(
         self, program: Program, member: Member, way: AttentionWay = "gathered"
@@ -60,6 +64,12 @@ class Divider:
         self, program: Program, members: Sequence[Member], ranks: int, costs: LinkCosts
     ) -> Ways:
         """Return, by degree, the shares of a batch's members and the predicted seconds."""
+        key = batch_of(program, members), ranks, costs, self.work.flop(costs.flop)
+        return self._predicted.find(key, lambda: self._ways(program, members, ranks, costs))
+
+    def _ways(
+        self, program: Program, members: Sequence[Member], ranks: int, costs: LinkCosts
+    ) -> Ways:
         work = [self.work.of(program, member) for member in members]
         splits = self._splits(program)
         sending = [
@@ -107,10 +117,16 @@ class Divider:
         if program.code not in self._attentions:
             widths = self.work.widths(program, members[0])
             self._attentions[program.code] = attentions_of(splits, widths)
-        work = [self.work.of(program, member) for member in members]
         flop = self.work.flop(costs.flop)
         found = self._attentions[program.code]
-        return quickest_ways(found, frame, members, work, partition, costs, flop)
+        read = [sum(frame.loaded_bytes(members, one.cached).values()) for one in found]
+
+        def quickest() -> AttentionWays:
+            work = [self.work.of(program, member) for member in members]
+            return quickest_ways(found, read, members, work, partition, costs, flop)
+
+        key = batch_of(program, members), partition, costs, flop, tuple(read)
+        return self._chosen.find(key, quickest)
 
     def note(
         self,
@@ -150,6 +166,11 @@ class Divider:
                 found[way] = split
         assert "gathered" in found, self._programs.refusal(program)
         return found
+
+
+def batch_of(program: Program, members: Sequence[Member]) -> Hashable:
+    """Return what the predicted costs of a batch follow from."""
+    return program.code, tuple((member.sites, member.batch) for member in members)
 
 
 def degree_of(partition: Partition) -> int:

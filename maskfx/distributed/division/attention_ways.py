@@ -18,7 +18,6 @@ from maskfx.distributed.division.step_costs import Exchanges, exchanges_of, step
 from maskfx.distributed.division.work import Work
 from maskfx.ir.head_sources import AttentionWay, AttentionWays
 from maskfx.ir.sources import ByHead, Merged, Rest
-from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 
 
@@ -71,7 +70,7 @@ def attentions_of(
 
 def quickest_ways(
     attentions: Sequence[Attention],
-    frame: Frame,
+    read: Sequence[int],
     members: Sequence[Member],
     work: Sequence[Work],
     partition: Partition,
@@ -86,7 +85,7 @@ def quickest_ways(
 
     Args:
         attentions: Those that may attend in several ways.
-        frame: The whole batch.
+        read: The bytes of the cached keys and values of each, of the whole batch.
         members: Its members.
         work: Their FLOPs.
         partition: The ranks' shares of them.
@@ -95,10 +94,10 @@ def quickest_ways(
     """
     most = max(sum(share > 0 for share in own) for own in partition.shares)
     chosen: list[tuple[str, AttentionWay]] = []
-    for one in attentions:
+    for one, nbytes in zip(attentions, read, strict=True):
         number, alike = one.heads
         own = [of_heads(each, number, alike) for each in work]
-        saved = costs.load * sum(frame.loaded_bytes(members, one.cached).values()) * (1 - 1 / most)
+        saved = costs.load * nbytes * (1 - 1 / most)
         seconds = {
             way: step_seconds(exchanges, members, own, partition, costs, flop)
             - (saved if way != "gathered" else 0.0)
