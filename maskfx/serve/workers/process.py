@@ -214,7 +214,8 @@ def pictures_of(job: Job, parts: Iterator[Part]) -> Pictures:
     """Read a job's pixels."""
     images = tuple(read(shape, parts) for shape in job.images)
     mask = None if job.mask is None else read(job.mask, parts).astype(bool)
-    return Pictures(images, mask, tuple(read(shape, parts) for shape in job.controls))
+    controls = tuple(read(shape, parts) for shape in job.controls)
+    return Pictures(images, mask, controls, tuple(read(shape, parts) for shape in job.shown))
 
 
 def load_model(settings: ServeSettings, tell: Tell) -> Model:
