@@ -5,16 +5,21 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from maskfx.ops.cache_folder import FOLDER as KEPT
 from maskfx.runtime.hardware import cpu_threads
+from maskfx.runtime.programs import shared_programs as shared
 from maskfx.runtime.programs.shared_programs import shared_programs
+from tests.factories.run_programs import RunPrograms
 
 TESTS = Path(__file__).parent
+PROGRAMS = "MASKFX_TESTS_PROGRAMS"  # the folder of what processes of this run compiled
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
 
 SHARING = (
@@ -40,9 +45,13 @@ THIRD_PARTIES = ("torch", "diffusers", "transformers")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if KEPT not in os.environ:  # nothing of the user's; processes of a run share theirs
-        os.environ[KEPT] = made = tempfile.mkdtemp(prefix="maskfx-tests-")
-        config.add_cleanup(lambda: shutil.rmtree(made, ignore_errors=True))
+    for name in (KEPT, PROGRAMS):  # nothing of the user's; processes of a run share theirs
+        if name not in os.environ:
+            os.environ[name] = made = tempfile.mkdtemp(prefix="maskfx-tests-")
+            config.add_cleanup(partial(shutil.rmtree, made, ignore_errors=True))
+    own = RunPrograms(Path(os.environ[PROGRAMS]))
+    with mock.patch.object(shared, "SharedPrograms", return_value=own):
+        assert shared_programs() is own, "programs were shared before the tests began"
     torch.set_num_threads(1)
     for name in THIRD_PARTIES:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -99,7 +108,11 @@ def captures_of_others(request: pytest.FixtureRequest) -> Iterator[None]:
     """Only tests that leave the compiler as it is share what they captured."""
     room = request.path.relative_to(TESTS).parts[0]
     if room in SHARING and request.node.get_closest_marker("wrong_program") is None:
+        programs = shared_programs()
+        assert isinstance(programs, RunPrograms)
+        programs.is_open = True
         yield
+        programs.is_open = False
         return
     shared_programs().clear()
     yield
