@@ -16,10 +16,9 @@ from maskfx.ops.cache_folder import FOLDER as KEPT
 from maskfx.runtime.hardware import cpu_threads
 from maskfx.runtime.programs import shared_programs as shared
 from maskfx.runtime.programs.shared_programs import shared_programs
-from tests.factories.run_programs import RunPrograms
+from tests.factories.run_programs import PROGRAMS, RunPrograms
 
 TESTS = Path(__file__).parent
-PROGRAMS = "MASKFX_TESTS_PROGRAMS"  # the folder of what processes of this run compiled
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
 
 SHARING = (
@@ -29,17 +28,10 @@ SHARING = (
     "pipelines",
     "runtime",
     "serve",
+    "test_devices.py",
     "test_errors.py",
     "test_examples.py",
     "training",
-)
-# files whose tests share what takes a while to make: one process runs each of them
-TOGETHER = (
-    "pipelines/handlers/test_autoencoder.py",
-    "serve/frontend/test_tracing.py",
-    "serve/models/test_generated_images.py",
-    "serve/models/test_helper_choice.py",
-    "test_errors.py",
 )
 THIRD_PARTIES = ("torch", "diffusers", "transformers")
 
@@ -63,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark in silent:
             item.add_marker(mark)
-        group = case_name(item) or file_of_group(item)
+        group = group_of(item)
         if group:
             item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -77,9 +69,11 @@ def case_name(item: pytest.Item) -> str:
     return str(callspec.params.get("name", "")) if callspec is not None else ""
 
 
-def file_of_group(item: pytest.Item) -> str:
-    path = item.path.relative_to(TESTS).as_posix()
-    return path if path in TOGETHER else ""
+def group_of(item: pytest.Item) -> str:
+    """Return the tests that one process runs: those of a model, or of a file, which share more."""
+    if item.get_closest_marker("xdist_group"):
+        return ""
+    return case_name(item) or item.path.relative_to(TESTS).as_posix()
 
 
 class Wrong(logging.Handler):

@@ -11,6 +11,13 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.artifact.artifact import PackedCompilation
 from maskfx.runtime.programs.shared_programs import SharedProgram, SharedPrograms
 
+PROGRAMS = "MASKFX_TESTS_PROGRAMS"  # the folder of what processes of this run compiled
+
+
+def programs() -> str:
+    """Return a directory of programs that all tests of the run may read and write."""
+    return os.path.join(os.environ[PROGRAMS], "saved")
+
 
 class RunPrograms(SharedPrograms):
     """SharedPrograms that writes to a folder, and reads what other processes wrote there.
