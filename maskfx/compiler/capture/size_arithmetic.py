@@ -2,8 +2,8 @@
 
 An export asks the same few thousand questions about sizes hundreds of thousands of times, because
 each tensor that it makes finds out whether it is contiguous, and sympy answers slowly. It also
-writes the Python stack of every node, which nothing here reads. Without both an export takes about
-a quarter less time and gives the same graph.
+writes the Python stack of every node, which nothing here reads. Without both it takes less time
+and gives the same graph.
 
 This file depends on private names of torch. Where one is absent, the export takes its usual time.
 """
