@@ -33,6 +33,7 @@ from maskfx.compiler.capture.lengths import is_count
 from maskfx.compiler.capture.packings import Packings
 from maskfx.compiler.capture.roles import EACH_FRAME, Argument
 from maskfx.compiler.capture.selections import Selections
+from maskfx.compiler.capture.size_arithmetic import size_arithmetic
 from maskfx.errors import CaptureError
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.nodes import is_write
@@ -253,6 +254,7 @@ def export(
         Packings(),
         written_out_attention(),
         equal_sizes(module, leaves),
+        size_arithmetic(),
     ):
         program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
         free_multiples(program)
