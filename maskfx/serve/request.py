@@ -141,6 +141,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     control_end: Annotated[
         float | None, Parameter("control_guidance_end", argument=True), Field(gt=0, le=1)
     ] = None
+    guess_mode: Annotated[
+        bool | None,
+        Parameter("guess_mode", argument=True),
+        Field(description="Whether ControlNets act without the prompt, with weights by depth."),
+    ] = None
     nets: Annotated[
         str | None,
         Parameter("controlnet"),
