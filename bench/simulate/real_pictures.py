@@ -88,7 +88,7 @@ class CpuClock:
             if all(ticket.done() for ticket in tickets):
                 self.skipped += left
             else:
-                time.sleep(0.005)
+                time.sleep(max(0.002, left / 2))  # each look takes CPU time
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -169,10 +169,11 @@ class Bed:
         ) as engine:
             for pixels in SIZES:
                 took = []
-                for _ in range(3):  # the first one compiles
+                for _ in range(3):
                     seen.clear()
+                    call = self.call(pixels, 0, DENSE)
                     began = time.perf_counter()
-                    engine.submit(self.pipe, **self.call(pixels, 0, DENSE)).result()
+                    engine.submit(self.pipe, **call).result()
                     took.append(time.perf_counter() - began)
                 alone[pixels] = min(took)
                 inside = seen[-1].ended - seen[0].began
@@ -217,10 +218,11 @@ class Bed:
                 warm = [engine.submit(self.pipe, **self.call(p, number, quality)) for p in SIZES]
                 for ticket in warm:
                     ticket.result()
+            pixels = [round(demand.work.whole**0.5) * SITE for demand in arrivals]
+            calls = [self.call(own, number, quality) for number, own in enumerate(pixels)]
             start, tickets = time.perf_counter(), list[Ticket]()
-            for number, demand in enumerate(arrivals):
+            for call, demand in zip(calls, arrivals, strict=True):
                 self.clock.wait(start + demand.arrived, tickets)
-                call = self.call(round(demand.work.whole**0.5) * SITE, number, quality)
                 left = start + demand.due - time.perf_counter()
                 tickets.append(engine.submit(self.pipe, deadline=max(left, 0.0), **call))
                 tickets[-1].submitted = start + demand.arrived  # by this clock
