@@ -37,17 +37,18 @@ def test_results_kept_of_parts_dont_change_the_settings_meanwhile() -> None:
 
 
 def test_a_lent_method_stands_for_what_the_part_has_itself() -> None:
-    net = nn.Sequential(nn.Linear(4, 4))
-    net[0].forward = lambda value: value
+    layer = nn.Linear(4, 4)
+    net = nn.Sequential(layer)
+    layer.forward = lambda value: value  # type: ignore[method-assign,assignment]
     known = KnownSettings(net)
     before = known.digest()
-    with lent(net[0], lambda value: value + 1), lent(net[0], lambda value: value + 2):
+    with lent(layer, lambda value: value + 1), lent(layer, lambda value: value + 2):
         assert net(torch.zeros(1)).item() == 2
         assert known.digest() == settings_of(net) == KnownSettings(net).digest() == before
-        net[0].in_features = 5
+        layer.in_features = 5
         assert known.digest() == settings_of(net) != before
-        net[0].in_features = 4
+        layer.in_features = 4
     assert net(torch.zeros(1)).item() == 0
     assert known.digest() == before
-    net[0].forward = lambda value: value + 1
+    layer.forward = lambda value: value + 1  # type: ignore[method-assign,assignment]
     assert known.digest() != before
