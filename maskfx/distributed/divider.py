@@ -22,9 +22,12 @@ from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
+from maskfx.runtime.batch.rows import picked_bytes
+from maskfx.runtime.cache.rows import stored_parts
 
 Ways = dict[int, tuple[Partition, float]]
 KEPT = 64  # batches whose predictions are kept
+UNKNOWN = 1e-9  # seconds of a byte of a store that wasn't measured
 
 
 class Divider:
@@ -119,13 +122,13 @@ class Divider:
             self._attentions[program.code] = attentions_of(splits, widths)
         flop = self.work.flop(costs.flop)
         found = self._attentions[program.code]
-        read = [sum(frame.loaded_bytes(members, one.cached).values()) for one in found]
+        loads = [load_seconds(frame, members, one.cached, costs) for one in found]
 
         def quickest() -> AttentionWays:
             work = [self.work.of(program, member) for member in members]
-            return quickest_ways(found, read, members, work, partition, costs, flop)
+            return quickest_ways(found, loads, members, work, partition, costs, flop)
 
-        key = batch_of(program, members), partition, costs, flop, tuple(read)
+        key = batch_of(program, members), partition, costs, flop, tuple(loads)
         return self._chosen.find(key, quickest)
 
     def note(
@@ -171,6 +174,20 @@ class Divider:
 def batch_of(program: Program, members: Sequence[Member]) -> Hashable:
     """Return what the predicted costs of a batch follow from."""
     return program.code, tuple((member.sites, member.batch) for member in members)
+
+
+def load_seconds(
+    frame: Frame, members: Sequence[Member], names: Sequence[str], costs: LinkCosts
+) -> tuple[float, float]:
+    """Return the seconds in which cached rows of some inputs are read: from memory, from stores."""
+    memory, stores = costs.load * sum(frame.loaded_bytes(members, names).values()), 0.0
+    for name in names:
+        for rows, index in frame.stored(name, members):
+            parts = stored_parts(rows)
+            if parts:
+                line = parts[0].speed.line
+                stores += picked_bytes(rows, index) * (UNKNOWN if line is None else line[1])
+    return memory, stores
 
 
 def degree_of(partition: Partition) -> int:

@@ -70,7 +70,7 @@ def attentions_of(
 
 def quickest_ways(
     attentions: Sequence[Attention],
-    read: Sequence[int],
+    loads: Sequence[tuple[float, float]],
     members: Sequence[Member],
     work: Sequence[Work],
     partition: Partition,
@@ -81,11 +81,12 @@ def quickest_ways(
 
     Keys by rank take as many bytes as gathered keys: queries and partial results are as large as
     keys and values. A rank then reads its share of the cached keys: of the sites, or, where ranks
-    divide heads, of the columns.
+    divide heads, of the columns; of rows in a store, which are read whole, of the sites alone.
 
     Args:
         attentions: Those that may attend in several ways.
-        read: The bytes of the cached keys and values of each, of the whole batch.
+        loads: The seconds in which the cached keys and values of each are read, of the whole batch:
+            from memory, and from stores.
         members: Its members.
         work: Their FLOPs.
         partition: The ranks' shares of them.
@@ -94,13 +95,16 @@ def quickest_ways(
     """
     most = max(sum(share > 0 for share in own) for own in partition.shares)
     chosen: list[tuple[str, AttentionWay]] = []
-    for one, nbytes in zip(attentions, read, strict=True):
+    for one, (memory, stores) in zip(attentions, loads, strict=True):
         number, alike = one.heads
         own = [of_heads(each, number, alike) for each in work]
-        saved = costs.load * nbytes * (1 - 1 / most)
+        saved = {
+            "gathered": 0.0,
+            "keys by rank": (memory + stores) * (1 - 1 / most),
+            "heads": memory * (1 - 1 / most),
+        }
         seconds = {
-            way: step_seconds(exchanges, members, own, partition, costs, flop)
-            - (saved if way != "gathered" else 0.0)
+            way: step_seconds(exchanges, members, own, partition, costs, flop) - saved[way]
             for way, exchanges in one.exchanges.items()
         }
         chosen.append((one.name, min(seconds, key=lambda way: seconds[way])))
