@@ -37,20 +37,33 @@ from bench.harness import ROOT, header, write_json
 from tests.factories.served import build
 from tests.serve.launched import Served, served
 
-STEPS, AT_ONCE, SMALL = 12, 4, 64 << 20
-KINDS = "kill a rank", "stop a rank", "kill the worker"
+STEPS, AT_ONCE, SMALL = 6, 4, 64 << 20
+KILL, STOP, RESTART = "kill a rank", "stop a rank", "kill the worker"
+MODULE = "maskfx.distributed.rank_process"
+TURNS = KILL, STOP, KILL, RESTART, STOP, KILL, STOP
 
 
 def ranks_of(server: Served) -> list[psutil.Process]:
     return [p for p in server.children() if "rank_process" in " ".join(p.cmdline())]
 
 
+def left_behind() -> list[int]:
+    """Return the ranks whose parent is gone."""
+    found = psutil.process_iter(["pid", "ppid", "cmdline"])
+    return [
+        one.info["pid"]
+        for one in found
+        if one.info["ppid"] == 1
+        and "maskfx.distributed.rank_process" in (one.info["cmdline"] or [])
+    ]
+
+
 def strike(server: Served, kind: str) -> bool:
     """Do what the fault is; return False if there is no process to do it to."""
-    own = server.workers() if kind == "kill the worker" else ranks_of(server)
+    own = server.workers() if kind == RESTART else ranks_of(server)
     if not own:
         return False
-    own[-1].send_signal(signal.SIGSTOP if kind == "stop a rank" else signal.SIGKILL)
+    own[-1].send_signal(signal.SIGSTOP if kind == STOP else signal.SIGKILL)
     return True
 
 
@@ -71,19 +84,17 @@ async def picture(client: httpx.AsyncClient, seed: int, side: int) -> tuple[int,
 
 async def faults(server: Served, each: float, found: list[dict[str, Any]]) -> None:
     """Strike in turn until cancelled; note how long no step ended."""
-    async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
-        turn = 0
-        while True:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        for kind in TURNS:
             await asyncio.sleep(each)
-            kind = KINDS[turn % len(KINDS)]
-            before = await steps_made(client)
-            if not strike(server, kind):
-                turn += 1
-                continue
-            began, turn = time.monotonic(), turn + 1
-            while await steps_made(client) <= before + 1:  # one may have been about to end
+            while not strike(server, kind):
+                await asyncio.sleep(each)
+            before, began = await steps_made(client), time.monotonic()
+            found.append({"kind": kind, "seconds": None})
+            while await steps_made(client) <= before:
                 await asyncio.sleep(0.02)
-            found.append({"kind": kind, "seconds": time.monotonic() - began})
+            found[-1]["seconds"] = time.monotonic() - began
+            print(found[-1], flush=True)
 
 
 async def measure(server: Served, requests: int, each: float, side: int) -> dict[str, Any]:
@@ -102,7 +113,7 @@ async def measure(server: Served, requests: int, each: float, side: int) -> dict
         for seed, (status, image) in zip(order, answers, strict=True)
     ]
     lost = [(status, body) for status, body in answers if status != 200]
-    ranks = [one["seconds"] for one in struck if one["kind"] != "kill the worker"]
+    ranks = [one["seconds"] for one in struck if one["kind"] != RESTART and one["seconds"]]
     return {
         "requests": requests,
         "answered": len(answers) - len(lost),
@@ -112,6 +123,7 @@ async def measure(server: Served, requests: int, each: float, side: int) -> dict
         ),
         "faults": struck,
         "longest without a step, rank faults, seconds": max(ranks, default=None),
+        "processes left behind": len(left_behind()),
         "metrics": sorted(
             line
             for line in text.splitlines()
@@ -128,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=50)
     parser.add_argument("--each", type=float, default=4.0, help="seconds from fault to fault")
     parser.add_argument("--side", type=int, default=64, help="of the pictures")
+    parser.add_argument("--log", type=Path, help="a file for what the server logs")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     options = parser.parse_args(given)
     full = shutil.disk_usage("/dev/shm").total < SMALL
