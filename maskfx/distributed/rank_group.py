@@ -91,6 +91,7 @@ class RankGroup:
                 "compute on the CPU: move it there, or leave ranks out"
             )
         self.denoiser, self.given_costs = denoiser, costs
+        denoiser.reads_apart = True
         waits, restarts = waits or Waits(), restarts or Restarts()
         self.pool = RankPool(denoiser, ranks, threads, backend, waits, restarts, adapter_bytes)
         self.failures = 0  # steps that ran again because a rank failed

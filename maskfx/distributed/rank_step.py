@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+import threading
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from maskfx.distributed.division.layout import RankLayout
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.exchanges.late_group import ExchangeOrigins
 from maskfx.distributed.stretch_sums import StretchChoices, StretchSums
+from maskfx.errors import CacheError
 from maskfx.ir.head_sources import AttentionWays
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
@@ -28,6 +31,7 @@ from maskfx.runtime.backends.graph_function import Run
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
+from maskfx.runtime.cache.rows import in_memory, stored_parts
 from maskfx.runtime.execution.stretch_steps import StretchSteps, choose_first
 from maskfx.runtime.lora.calls import adapted
 from maskfx.runtime.lora.stacks import StackCache
@@ -170,7 +174,8 @@ class RankPrograms:
         ]  # a rank may lack the rows and adapters of members that it has no part of
         result: Any
         choices = None
-        with within(group), adapted([(1, inside)]):
+        names = [n for n, s in split.program.interface.inputs.items() if isinstance(s, Cached)]
+        with within(group), adapted([(1, inside)]), reading_ahead(frame, members, names):
             if frame.by_stretch:
                 sums = StretchSums.of(group, partition)
                 choose_first(program.interface, given)
@@ -182,7 +187,6 @@ class RankPrograms:
                 run = self._runner(split.program, way, recording, frame, inside is not None)
                 result = run(frame.fetch(members))
         outputs, emitted = result if recording else (result, ())
-        names = [n for n, s in split.program.interface.inputs.items() if isinstance(s, Cached)]
         loaded = sum(frame.loaded_bytes(members, names).values())
         return RankPart(tuple(outputs), tuple(emitted), loaded, choices)
 
@@ -204,6 +208,35 @@ class RankPrograms:
             return Runner(module, self.settings.prepack and not recording, self._packed)
 
         return self._runners.find((own.code, way, recording, intercepted), made)
+
+
+@contextmanager
+def reading_ahead(frame: Frame, members: Sequence[Member], names: Sequence[str]) -> Iterator[None]:
+    """Read rows in a store in a thread, input by input, while the graph computes.
+
+    What goes wrong is raised where the graph reads the rows.
+    """
+    caches = [member.cache for member in members if member.cache is not None]
+    if frame.by_stretch or not any(stored_parts(r) for c in caches for r in c.rows.values()):
+        yield
+        return
+    ended = threading.Event()
+
+    def read() -> None:
+        with suppress(CacheError):
+            for name in names:
+                for rows, index in frame.stored(name, members):
+                    if ended.is_set():
+                        return
+                    in_memory(rows, index)
+
+    thread = threading.Thread(target=read, daemon=True, name="maskfx reads ahead")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def joined(

@@ -96,6 +96,7 @@ class CompiledDenoiser:
         self.validated_once = partial(self._validator.held, lock=self._lock)
         self.in_place = self._changes.in_place
         self.planner: Planner | None = None
+        self.reads_apart = False  # whether other processes read what they need of stored rows
         self.level_shares: tuple[LevelShare, ...] = ()  # of its FLOPs, for predictions of costs
         if example_inputs is not None:
             self._changes.choose()

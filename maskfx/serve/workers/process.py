@@ -7,7 +7,6 @@ receives Stop, when the front end is silent for too long, or when its parent die
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -46,7 +45,6 @@ from maskfx.serve.workers.latest_counts import LatestCounts
 from maskfx.serve.workers.link import WorkerLink
 from maskfx.serve.workers.pixels import Part, part_of, read
 
-PR_SET_PDEATHSIG = 1
 REFUSED = 78  # exit code: the model can't be loaded, and a retry won't help
 DEVICE_LOST = 79  # exit code: the device failed while computing
 CONNECT_SECONDS = 15.0  # to reach the front end
@@ -229,20 +227,12 @@ def load_model(settings: ServeSettings, tell: Tell) -> Model:
     return model
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent does, even if it holds the GIL."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> int:
     address, name = sys.argv[1:]
     place = WorkerAddress(address, name)
     # handlers instead of SIG_IGN, which subprocesses of a model would inherit
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    die_with_parent()
     (text,) = connect_to_parent().receive()
     settings = ServeSettings.model_validate_json(text)
     configure_logs(settings.log_level, worker=place.name)

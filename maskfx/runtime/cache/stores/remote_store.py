@@ -69,7 +69,7 @@ class RemoteStore:
         abandoned_after: float = 3600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.url = url
+        self.url, self._again = url, url if access is None else None  # for other processes
         self.counters, self.speed = StoreCounters(), ReadSpeed()
         access = open_remote(url) if access is None else access
         self.entries = RemoteEntries(access.objects)
@@ -171,7 +171,7 @@ class RemoteStore:
             return None
         self._note(digest)
         damaged = partial(self._corrupt, digest, why=CorruptEntry("a part has another hash"))
-        return open_parts(self.entries, self.reads, digest, self.speed, damaged)
+        return open_parts(self.entries, self.reads, digest, self.speed, damaged, self._again)
 
     def _read(self, digest: bytes, ttl: float | None) -> bytearray | None:
         for last in (False, True):
