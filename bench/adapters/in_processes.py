@@ -66,6 +66,9 @@ class Alone(StepProcess):
     """One process, which always writes."""
 
     def _served(self) -> ServedDenoiser:
+        # a class of __main__, as this script runs, can't be sent to the process
+        from bench.adapters.in_processes import Writing
+
         served = super()._served()
         return Writing(served.denoiser.module, served.denoiser.settings, served.name)
 
