@@ -103,6 +103,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 
     running: int = 0
     cache: dict[str, int] = {}  # counters and bytes per tier: "hits.host", "bytes.disk"
+    aside: list[str] = []  # jobs that wait for an adapter or another one's recording
 
 
 class Logged(msgspec.Struct, frozen=True, tag="logged"):

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from maskfx.engine.engine import Engine
-from maskfx.engine.ticket import Ticket
+from maskfx.engine.ticket import Ticket, TicketState
 from maskfx.pipelines.adapters.lora import Lora
 from maskfx.pipelines.callbacks import reads_only
 from maskfx.pipelines.compile import pipeline_state_of
@@ -49,6 +49,11 @@ class JobState:
         if self.job.left is None:
             return None
         return max(0.0, self.job.left - (time.monotonic() - self.began))
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for an adapter, or for another one's recording."""
+        return self.ticket is not None and self.ticket.state is TicketState.WAITING
 
     def submitted(self, ticket: Ticket) -> Ticket:
         self.ticket = ticket

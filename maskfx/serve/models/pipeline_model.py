@@ -213,6 +213,10 @@ class PipelineModel:
         if state is not None:
             state.cancel()
 
+    def aside(self) -> list[str]:
+        with self._lock:
+            return [id for id, state in self._sittings.items() if state.waits]
+
     def forget(self, template: str) -> None:
         """Unpin and drop a template by its client name or by the name of a recording.
 

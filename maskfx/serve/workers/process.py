@@ -196,7 +196,8 @@ class WorkerProcess:
         """Return the heartbeat; called by the link's thread, also while the model is loading."""
         with self._lock:
             running = len(self._jobs)
-        return Alive(running, self._counts())
+        aside = [] if self._model is None else self._model.aside()
+        return Alive(running, self._counts(), aside)
 
 
 def unreachable(place: WorkerAddress) -> Unreachable:
