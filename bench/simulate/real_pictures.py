@@ -8,14 +8,14 @@ shipped model, Poisson and bursty arrivals, deadlines drawn evenly from 1 to 5 t
 takes alone with all of its steps. Each side serves the same arrivals, in an engine of its own:
 
 fixed batches       batches of one size that run to their end, all steps
-first come          half of the steps, first come, first served
-slack               half of the steps, an engine as it is by default
+first come          the quality "half-steps", first come, first served
+slack               the same quality, an engine as it is by default
 
 A request that isn't done at its deadline ends then, on each side and in the simulation. Load 1 is
 what the engine makes of a crowd of all sizes that computes all steps, measured right before; so are
 the seconds alone. The simulation (`engine_simulation.py`, with the engine's own policies) gets the
 same arrivals and deadlines, and costs that are fitted to the steps of crowds in which half of the
-requests compute half of the steps; what else the crowds took is divided among the steps' requests.
+requests have that quality; what else the crowds took is divided among the steps' requests.
 
 Seconds are those of the process's CPU time, so that other processes don't count; waits in which the
 engine has nothing to do are skipped. It is the clock of a machine with one core: what requests

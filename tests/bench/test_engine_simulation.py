@@ -1,4 +1,4 @@
-"""The simulated engine: what shares the core, who joins a step, and what ends at its deadline."""
+"""The simulated engine: what shares the core, which requests join a step, which end when late."""
 
 from __future__ import annotations
 
