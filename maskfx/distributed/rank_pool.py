@@ -110,7 +110,9 @@ class RankPool:
     def size(self) -> int:
         """The number of ranks that steps can have now."""
         ranks = self.ranks
-        return self.wanted if ranks is None else max(1, ranks.size)
+        if ranks is None:
+            return self.wanted if self._sendable else 1  # this process computes
+        return max(1, ranks.size)
 
     # Leases.
 
