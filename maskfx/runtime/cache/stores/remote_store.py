@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from threading import RLock
 
+from maskfx.ir.argument_checks import check_number, check_type
 from maskfx.ir.lru import LruCache
 from maskfx.runtime.cache.stores import remote_queue as queue
 from maskfx.runtime.cache.stores.bounded_calls import RemoteAccess, Unavailable, open_remote
@@ -69,6 +70,16 @@ class RemoteStore:
         abandoned_after: float = 3600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        check_type("RemoteStore", "url", url, str, 'a URL, such as "s3://bucket/prefix"')
+        check_number("RemoteStore", "backlog_bytes", backlog_bytes, "bytes")
+        for name, seconds in (
+            ("noted_after", noted_after),
+            ("looked_after", looked_after),
+            ("abandoned_after", abandoned_after),
+        ):
+            check_number("RemoteStore", name, seconds, "seconds")
+        wanted = "a RemoteAccess, or None"
+        check_type("RemoteStore", "access", access, RemoteAccess, wanted, or_none=True)
         self.url = url
         self.counters, self.speed = StoreCounters(), ReadSpeed()
         access = open_remote(url) if access is None else access
