@@ -89,7 +89,9 @@ def compile(
             f"{where}: {sorted(of_pipeline)} apply to a pipeline, not to "
             "a denoiser; leave them out, or compile the pipeline"
         )
-    return compiled(module, settings, roles, example_inputs, loader)
+    denoiser = compiled(module, settings, roles, example_inputs, loader)
+    denoiser.watch_settings()
+    return denoiser
 
 
 # the keyword arguments of compile()

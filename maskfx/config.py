@@ -46,5 +46,10 @@ class Settings:
     programs: str | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise InputError(f"mode={self.mode!r}: choose one of {', '.join(MODES)}")
+        if not isinstance(self.mode, str) or self.mode not in MODES:
+            raise InputError(f"mode={self.mode!r:.60}: choose one of {', '.join(MODES)}")
+        for name in ("inductor", "prepack", "stretches", "cuda_graphs", "plans"):
+            value, optional = getattr(self, name), name in ("cuda_graphs", "plans")
+            if type(value) is not bool and not (value is None and optional):
+                wanted = "True, False or None" if optional else "True or False"
+                raise InputError(f"{name}={value!r:.60}: give {wanted}")

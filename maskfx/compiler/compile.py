@@ -15,6 +15,7 @@ from maskfx.compiler.build_program import build
 from maskfx.compiler.capture.captured import Capture
 from maskfx.ir import progress
 from maskfx.ir.lanes import NotLaned
+from maskfx.ir.nodes import is_write
 from maskfx.ir.program import Interface, Program, SideGraph
 from maskfx.ir.pyramid import Pyramid
 from maskfx.passes.context import NoRows, PassContext, Unsupported
@@ -67,6 +68,12 @@ def compile_capture(
     start = time.perf_counter()
     if capture.module is None:
         return Compilation(capture, None, None, None, {"capture": "; ".join(capture.notes[-3:])})
+    written = written_buffers(capture.module.graph)
+    if written:
+        why = (
+            f"each run writes into {', '.join(written)}, so that steps would depend on one another"
+        )
+        return Compilation(capture, None, None, None, {"compiler": why})
     reasons: dict[str, str] = {}
     progress.stage(1, "passes")
     for _ in range(ROUNDS):
@@ -111,6 +118,13 @@ def compile_capture(
             "one of these nodes may let the others follow"
         )
     return Compilation(capture, None, None, None, reasons, [], time.perf_counter() - start)
+
+
+def written_buffers(graph: fx.Graph) -> list[str]:
+    """Return the names of the module's tensors that a captured graph writes into."""
+    writes = (node.args[0] for node in graph.nodes if is_write(node) and node.args)
+    held = (value for value in writes if isinstance(value, fx.Node) and value.op == "get_attr")
+    return list(dict.fromkeys(str(value.target) for value in held))
 
 
 def note_refusal(reasons: dict[str, str], refused: Unsupported) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from maskfx.errors import InputError
+from maskfx.ir.argument_checks import check_number, check_whole
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,9 @@ class BatchPolicy:
 
     def __post_init__(self) -> None:
         for name in ("patience", "share"):
-            if not getattr(self, name) >= 0:
-                raise InputError(f"BatchPolicy: {name}={getattr(self, name)!r}: give 0 or more")
-        if type(self.batch) is not int or self.batch < 1:
-            raise InputError(f"BatchPolicy: batch={self.batch!r}: give 1 request or more")
-        if type(self.passes) is not int or self.passes < 0:
-            raise InputError(f"BatchPolicy: passes={self.passes!r}: give a whole number, 0 or more")
+            check_number("BatchPolicy", name, getattr(self, name))
+        check_whole("BatchPolicy", "batch", self.batch, 1)
+        check_whole("BatchPolicy", "passes", self.passes, 0)
 
     def seconds(
         self,

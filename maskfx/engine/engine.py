@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from maskfx.engine.admission import Admission
 from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest
+from maskfx.engine.check_engine import check_engine, check_request
 from maskfx.engine.default_admission import Default
 from maskfx.engine.own_pipeline import OwnPipelines
 from maskfx.engine.placement import InRequestThreads, Placement
@@ -25,7 +26,8 @@ from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.step_admission import step_admission
 from maskfx.engine.step_runner import Step, StepRunner
 from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState, Told
-from maskfx.errors import Closed, InputError
+from maskfx.errors import Closed
+from maskfx.ir.argument_checks import check_number
 from maskfx.pipelines.adapters.late_lora import Loras
 from maskfx.pipelines.compile import pipeline_state_of, read_ahead, template
 from maskfx.pipelines.encoder_cache import REMEMBER
@@ -90,17 +92,11 @@ class Engine:
         admission: AdmissionPolicy | Default | None = "default",
         told: Callable[[Step], None] | None = None,
     ) -> None:
-        for name, value in (("running", running), ("queue", queue), ("ranks", ranks)):
-            if type(value) is not int or value < 1:
-                raise InputError(f"Engine: {name}={value!r}: give a whole number, 1 or more")
-        if rounds is not None and ranks == 1:
-            raise InputError("Engine: rounds= shares ranks between requests: give ranks=2 or more")
+        check_engine(waiting, running, queue, outside, remember, ranks, rank_timeout, rounds, told)
         self.waiting = waiting or BatchPolicy()
         slots = min(running, self.waiting.batch)
         self.admission = step_admission(admission, slots, rounds is not None)
         self._outside = outside or InRequestThreads()
-        if not rank_timeout > 0:
-            raise InputError(f"Engine: rank_timeout={rank_timeout!r}: give seconds above 0")
         self.runner = StepRunner(OwnProcesses.of(own_process), ranks, told, rank_timeout)
         self._changed = threading.Condition()
         self._requests = Admission(running, queue, self._changed)
@@ -179,6 +175,7 @@ class Engine:
         told: Told | None,
     ) -> Ticket:
         pipeline_state_of(pipe)
+        check_request(deadline, user, told)
         due = inf if deadline is None else time.perf_counter() + deadline
         ticket = Ticket(lambda: None, due, user, told)
         ticket.work = lambda: self._pipelines.run(pipe, ticket, work)
@@ -194,6 +191,7 @@ class Engine:
 
         Requests that aren't finished within `timeout` seconds end with `Closed`.
         """
+        check_number("close", "timeout", timeout, "seconds", or_none=True)
         with self._changed:
             self._closing = True
             self._changed.notify_all()

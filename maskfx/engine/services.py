@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.engine.net_service import NetService
 from maskfx.errors import InputError
+from maskfx.ir.argument_checks import check_number, check_whole
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.identity import identity_of, is_plain, same_weights
 from maskfx.runtime.popularity import LeastFrequentlyUsed, ResidentSet
@@ -56,22 +57,22 @@ class OwnProcesses:
     half_life: float = HALF_LIFE
 
     def __post_init__(self) -> None:
-        if isinstance(self.names, str):
-            raise InputError(f"own_process={self.names!r}: give a list of names of denoisers")
-        for name, count in (("replicas", self.replicas), ("threads", self.threads)):
-            if type(count) is not int or count < 1:
-                raise InputError(f"OwnProcesses: {name}={count!r}: give a whole number, 1 or more")
-        limits = {"nbytes": self.nbytes, "seconds": self.seconds, "half_life": self.half_life}
-        for name, limit in limits.items():
-            if limit is not None and not limit > 0:
-                raise InputError(f"OwnProcesses: {name}={limit!r}: give more than 0")
+        names = self.names
+        if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) for n in names):
+            raise InputError(f"own_process={names!r:.60}: give a list of names of denoisers")
+        check_whole("OwnProcesses", "replicas", self.replicas, 1)
+        check_whole("OwnProcesses", "threads", self.threads, 1)
+        check_number("OwnProcesses", "nbytes", self.nbytes, "bytes", above=True, or_none=True)
+        check_number("OwnProcesses", "seconds", self.seconds, "seconds", above=True, or_none=True)
+        check_number("OwnProcesses", "half_life", self.half_life, above=True)
 
     @classmethod
     def of(cls, given: Collection[str] | OwnProcesses) -> OwnProcesses:
         """Return settings that may be given as names alone."""
         if isinstance(given, OwnProcesses):
             return given
-        return cls(given) if isinstance(given, str) else cls(tuple(given))  # type: ignore[arg-type]
+        listed = isinstance(given, Collection) and not isinstance(given, (str, bytes))
+        return cls(tuple(given) if listed else given)  # type: ignore[arg-type]
 
     def has(self, name: str) -> bool:
         """Return True for a denoiser that is computed in processes of its own."""

@@ -177,8 +177,8 @@ def step_admission(
         return None if has_rounds else StepAdmission(DefaultAdmission(), slots)
     if asked is not None and has_rounds:
         raise InputError("Engine: rounds= decides which requests step: leave out admission=")
-    if isinstance(asked, str):
+    if asked is not None and not hasattr(asked, "decide"):
         raise InputError(
-            f'Engine: admission={asked!r}: give a policy, None, or leave it out ("default")'
+            f'Engine: admission={asked!r:.60}: give a policy, None, or leave it out ("default")'
         )
     return None if asked is None else StepAdmission(asked, slots)

@@ -12,6 +12,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from maskfx.errors import Cancelled, DeadlineMissed
+from maskfx.ir.argument_checks import check_number
 from maskfx.ir.level_shares import MaskWork
 from maskfx.pipelines.runs.run import DenoiserCall
 from maskfx.runtime.hardware.cpu_threads import give_back
@@ -78,6 +79,7 @@ class Ticket:
     _done: threading.Event = field(default_factory=threading.Event)
 
     def result(self, timeout: float | None = None) -> Any:
+        check_number("result", "timeout", timeout, "seconds", or_none=True)
         give_back()
         if not self._done.wait(timeout):
             raise TimeoutError(

@@ -19,7 +19,7 @@ from maskfx.ir import progress
 from maskfx.pipelines.adapters.late_lora import from_start, held, prefetch, resolved
 from maskfx.pipelines.adapters.lora import CallAdapters, applied
 from maskfx.pipelines.adapters.lora_files import LoraTarget
-from maskfx.pipelines.call_checks import check_options, check_quality
+from maskfx.pipelines.call_checks import check_generators, check_options, check_quality
 from maskfx.pipelines.callbacks import callbacks_of, may_set, without_callbacks
 from maskfx.pipelines.digests import digest
 from maskfx.pipelines.handlers.autoencoder import AutoencoderCalls
@@ -110,6 +110,7 @@ class PipelineCall:
         call = cls(pipe, state, arguments, options, quality, adapters)
         check_options(options, call.mask is not None, state.records)
         check_quality(quality, state.quality, list(state.denoisers))
+        check_generators(arguments.get("generator"))
         return call
 
     def with_arguments(self, arguments: Arguments) -> PipelineCall:

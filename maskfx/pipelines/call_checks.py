@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from maskfx.errors import InputError
+from maskfx.ir.argument_checks import check_flag, check_type
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.state import CallOptions, Template
 
@@ -32,7 +35,15 @@ def check_quality(quality: Quality, usual: Quality, denoisers: Sequence[str]) ->
         )
 
 
+def check_generators(given: object) -> None:
+    """Raise InputError for what is no generator, nor a list of them."""
+    for one in given if isinstance(given, (list, tuple)) else [given]:
+        wanted = "a torch.Generator, such as torch.Generator().manual_seed(7), or a list of them"
+        check_type("call", "generator", one, torch.Generator, wanted, or_none=True)
+
+
 def check_options(options: CallOptions, masked: bool, records: bool) -> None:
+    check_flag("call", "record", options.record)
     if options.template is not None:
         template_name(options.template, "template=")
     if options.image is not None and not masked:

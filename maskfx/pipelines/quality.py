@@ -5,14 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from maskfx.errors import InputError
+from maskfx.ir.argument_checks import check_choice, check_flag, check_whole, is_number
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.reuse.policy import ReusePolicy
 from maskfx.runtime.reuse.step_selection import LEAST, WHOLE, StepSelection
 
-REUSES = ("template", "steps", "auto")
-VAES = ("auto", "full", "mask")
 TIMES = ("sync", "late")
-FORECASTS = ("output", "clean")
+# of the fields of a quality: what they may be
+CHOICES: dict[str, tuple[str, ...]] = {
+    "reuse": ("template", "steps", "auto"),
+    "vae": ("auto", "full", "mask"),
+    "forecast": ("output", "clean"),
+    "control": TIMES,
+    "parallel": TIMES,
+}
+LEAST_NUMBERS = {"first": 0, "last": 0, "wide": 0, "margin": 0, "feather": 0}
+LEAST_NUMBERS |= {"every": 1, "least": 2, "refresh": 1}
 
 
 @dataclass(frozen=True)
@@ -98,29 +106,13 @@ class Quality:
     parallel: str = "sync"
 
     def __post_init__(self) -> None:
-        for name in ("first", "last", "wide", "margin", "feather"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise InputError(f"Quality: {name}={value!r}: give a whole number, 0 or more")
-        for name, bound in (("every", 1), ("least", 2), ("refresh", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < bound:
-                raise InputError(f"Quality: {name}={value!r}: give a whole number, {bound} or more")
+        for name, least in LEAST_NUMBERS.items():
+            check_whole("Quality", name, getattr(self, name), least)
         for name in ("any_mask", "unmasked"):
-            if type(getattr(self, name)) is not bool:
-                raise InputError(f"Quality: {name}={getattr(self, name)!r}: give True or False")
-        if self.reuse not in REUSES:
-            raise InputError(f"Quality: reuse={self.reuse!r}: choose one of {', '.join(REUSES)}")
-        if self.vae not in VAES:
-            raise InputError(f"Quality: vae={self.vae!r}: choose one of {', '.join(VAES)}")
-        if self.forecast not in FORECASTS:
-            known = ", ".join(FORECASTS)
-            raise InputError(f"Quality: forecast={self.forecast!r}: choose one of {known}")
-        for name in ("control", "parallel"):
-            value = getattr(self, name)
-            if value not in TIMES:
-                raise InputError(f"Quality: {name}={value!r}: choose one of {', '.join(TIMES)}")
-        number = type(self.patches) in (int, float) and not self.patches < 0  # type: ignore[operator]
+            check_flag("Quality", name, getattr(self, name))
+        for name, known in CHOICES.items():
+            check_choice("Quality", name, getattr(self, name), known)
+        number = is_number(self.patches) and self.patches >= 0  # type: ignore[operator]
         if not (number or self.patches is None or isinstance(self.patches, PatchReuse)):
             raise InputError(
                 f"Quality: patches={self.patches!r}: give a relative change such as 0.1, a "
@@ -134,7 +126,7 @@ class Quality:
             return NAMED[DEFAULT]
         if isinstance(given, Quality):
             return given
-        if given not in NAMED:
+        if not isinstance(given, str) or given not in NAMED:
             raise InputError(
                 f"quality={given!r}: choose one of {', '.join(NAMED)}, or give a maskfx.Quality"
             )

@@ -25,6 +25,7 @@ from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.loader import Loader, Loading
 from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.copied_denoiser import CopiedByModule
 from maskfx.runtime.denoiser_adapters import DenoiserAdapters
 from maskfx.runtime.dense_ways import DenseWays
 from maskfx.runtime.editing import current_editing
@@ -47,7 +48,7 @@ from maskfx.runtime.validation.validator import Validator
 from maskfx.runtime.weights import Weights
 
 
-class CompiledDenoiser:
+class CompiledDenoiser(CopiedByModule):
     """Runs a denoiser densely, records steps, and edits on active sites only.
 
     Args:
@@ -95,6 +96,7 @@ class CompiledDenoiser:
         )
         self.validated_once = partial(self._validator.held, lock=self._lock)
         self.in_place = self._changes.in_place
+        self.watch_settings = self._changes.watch_settings
         self.planner: Planner | None = None
         self.reads_apart = False  # whether other processes read what they need of stored rows
         self.level_shares: tuple[LevelShare, ...] = ()  # of its FLOPs, for predictions of costs
@@ -109,8 +111,6 @@ class CompiledDenoiser:
         return ProgramCache(
             self.module, self.settings, roles, self._executor, self._weights.fingerprint
         )
-
-    # Public interface.
 
     @property
     def settings(self) -> Settings:
@@ -144,7 +144,7 @@ class CompiledDenoiser:
             self._changes.follow()
             adapters = self._validator.adapters.of(step.adapters)
             output = self._batcher.run_alone(step.inputs, adapters)
-            self._weights.settle()
+            self._changes.settle()
             return output
 
     @torch.no_grad()
@@ -155,7 +155,7 @@ class CompiledDenoiser:
         self._changes.follow()
         sets = [self._validator.adapters.of(own) for own in adapters]
         groups = self._batcher.groups(list(map(expand_timesteps, calls)), sets)
-        self._weights.settle()
+        self._changes.settle()
         return groups
 
     @torch.no_grad()
@@ -163,7 +163,7 @@ class CompiledDenoiser:
         """Run the module itself once for a group of `alike`, which checks for changed weights."""
         with self._lock:
             outputs = self._batcher.run(group)
-            self._weights.settle()
+            self._changes.settle()
             return outputs
 
     @property
@@ -235,7 +235,7 @@ class CompiledDenoiser:
             try:
                 yield
             finally:
-                self._validator.end_step()
+                self._changes.end_step()
 
     @torch.no_grad()
     def ahead(self, steps: Sequence[AnyStep], only: bool = False) -> list[Loading]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from maskfx.errors import InputError
+from maskfx.ir.argument_checks import check_type
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.steps import EditStep
 
@@ -66,6 +67,11 @@ def editing(
         raise InputError(
             f"editing(): {given}= without {absent}=; pass both to edit, or neither to record"
         )
+    if mask is not None:
+        check_type("editing()", "mask", mask, Tensor, "a boolean tensor, as of an EditStep")
+    if cache is not None:
+        wanted = "what was recorded: a StepCache, or a list of them"
+        check_type("editing()", "cache", cache, (StepCache, Sequence), wanted)
     caches = () if cache is None else (cache,) if isinstance(cache, StepCache) else tuple(cache)
     if mask is not None and not caches:
         raise InputError("editing(): cache= is empty; record first, and pass what was recorded")

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from maskfx.compiler.compile import Compilation, flat_graph
 from maskfx.compiler.rank_twins import SplitProgram, split_program
 from maskfx.config import Settings
+from maskfx.ir.argument_checks import is_number, refuse
 from maskfx.ir.head_sources import AttentionWay, ByHead
 from maskfx.ir.lanes import grid_level
 from maskfx.ir.nodes import ancestors, module_path
@@ -53,8 +54,14 @@ class Explained(Protocol):
     def replays(self) -> str: ...
 
 
+def check_share(mask_ratio: object) -> None:
+    if not is_number(mask_ratio) or not 0 <= mask_ratio <= 1:  # type: ignore[operator]
+        refuse("explain()", "mask_ratio", mask_ratio, "a share of the picture, 0 to 1")
+
+
 def explain(denoiser: Explained, mask_ratio: float = 0.1) -> str:
     """Describe each capture: passes, FLOPs by row set and mask, cache bytes, what runs in full."""
+    check_share(mask_ratio)
     count = len(denoiser.compilations)
     name = type(denoiser.module).__name__
     lines = [f"{name}, mode {denoiser.settings.mode}, {count} capture{'' if count == 1 else 's'}"]

@@ -1,4 +1,4 @@
-"""ModuleChanges: what a denoiser forgets when its module's weights or device have changed."""
+"""ModuleChanges: what a denoiser forgets when its module's weights, device or settings change."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from maskfx.runtime.hardware.offload import bring
 from maskfx.runtime.in_place import InPlace
 from maskfx.runtime.load_choice import LoadChoice
 from maskfx.runtime.programs.program_cache import ProgramCache
+from maskfx.runtime.settings_watch import SettingsWatch
 from maskfx.runtime.validation.validator import Validator
 from maskfx.runtime.weights import WeightChange, Weights
 
@@ -57,12 +58,20 @@ class ModuleChanges:
             self.follow,
         )
         executor.own_weights = lambda: not self.in_place.written
+        self._watch: SettingsWatch | None = None
+        self._ran: object = None
+
+    def watch_settings(self) -> None:
+        """Compare the module's plain values before each step too, which a pipeline does itself."""
+        self._watch = SettingsWatch(self._module)
 
     def follow(self) -> None:
         """Bring the module to its device, and forget what a change of its weights invalidates."""
         bring(self._module)
         self.in_place.leave()
         self.choose()
+        if self._watch is not None and self._watch.changed():
+            self.forget()
         change = self._weights.change()
         if change is WeightChange.TENSORS:  # captured graphs hold the old tensors
             self.forget()
@@ -70,6 +79,20 @@ class ModuleChanges:
             self._executor.graphs.stop_replays()
         elif change is not WeightChange.NONE:
             self.weights_changed()
+
+    def settle(self) -> None:
+        """Accept what the module's own run changed in it."""
+        self._weights.settle()
+        if self._watch is not None:
+            self._watch.end_step()
+
+    def end_step(self) -> None:
+        """End a step: drop its inputs, and accept what it changed in the module."""
+        self._validator.end_step()
+        ran = self._weights.runs, self._programs.facts()  # both grow if the module itself ran
+        if self._watch is not None and ran != self._ran:
+            self._watch.end_step()
+        self._ran = ran
 
     def choose(self) -> None:
         """Choose, by the device of the module, whether rows are loaded ahead and by plans."""

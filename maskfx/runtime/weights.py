@@ -98,6 +98,7 @@ class Weights:
     def __init__(self, module: nn.Module, fingerprint: str | None = None) -> None:
         self.module, self._given = module, fingerprint
         self._writing, self._written = threading.RLock(), False
+        self.runs = 0  # of the module itself in steps
         self.restart()
 
     def restart(self) -> None:
@@ -196,11 +197,12 @@ class Weights:
         """Accept the tensors' present addresses: the same numbers were moved."""
         self._remember()
 
-    def settle(self) -> None:
+    def settle(self, ran: bool = False) -> None:
         """Accept the buffers that the module's forward replaced; call it after the module ran.
 
-        Such replacements are no change of weights.
+        Such replacements are no change of weights. With `ran` the run is counted.
         """
+        self.runs += ran
         if not self._buffers.same:
             self._remember()
 

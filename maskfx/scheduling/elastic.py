@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import msgspec
 
+from maskfx.ir.argument_checks import check_flag, check_type
 from maskfx.scheduling.cost_model import START, FittedCosts
 from maskfx.scheduling.degree_costs import (
     DEGREES,
@@ -52,6 +53,10 @@ class ElasticRounds:
         *,
         fixed: bool = False,
     ) -> None:
+        check_type("ElasticRounds", "settings", settings, RoundSettings, "RoundSettings")
+        wanted = "FittedCosts, or DegreeCosts"
+        check_type("ElasticRounds", "start", start, (FittedCosts, DegreeCosts), wanted)
+        check_flag("ElasticRounds", "fixed", fixed)
         self.settings = settings
         given = start if isinstance(start, DegreeCosts) else from_efficiency(start, ASSUMED)
         self.profile = given

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from maskfx.ir.argument_checks import check_flag, check_number, check_type
 from maskfx.scheduling.admission_policy import AdmissionDecision
 from maskfx.scheduling.cost_model import START, FittedCosts, LearnedCosts
 from maskfx.scheduling.load import Demand, Running, Work, Worker
@@ -43,6 +44,12 @@ class SlackAdmission:
         patience: float = 20.0,
         shorter: float = 3.0,
     ) -> None:
+        check_type("SlackAdmission", "start", start, FittedCosts, "FittedCosts")
+        check_flag("SlackAdmission", "fixed", fixed)
+        check_number("SlackAdmission", "gain", gain)
+        check_number("SlackAdmission", "share", share)
+        check_number("SlackAdmission", "patience", patience)
+        check_number("SlackAdmission", "shorter", shorter)
         self.costs, self._fixed = LearnedCosts(start), fixed
         self._scheduler = SlackScheduler(
             self.costs,

@@ -381,6 +381,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(where)
 
 
+def test_the_quality_of_an_edit_here_is_a_setting(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+
+    def edit_here(*given: object) -> int:
+        seen.append(given)
+        return 0
+
+    monkeypatch.setattr("maskfx.cli.edit.edit_here", edit_here)
+    for name in ("fast", "balanced", "faithful"):
+        assert cli.main(edit_of(files, "alpha.png", "--quality", name, "--steps", "3")) == 0
+        call, _, effective = seen.pop()
+        assert (effective.settings.quality, call.parameters["steps"]) == (name, 3)
+    assert cli.main(edit_of(files, "alpha.png", "--quality", "best")) == 2
+    assert "'fast', 'balanced'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_an_edit_here(
     files: Path, folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

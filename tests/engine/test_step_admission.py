@@ -25,6 +25,7 @@ from maskfx.errors import DeadlineMissed, InputError
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.scheduling.admission_policy import AdmissionDecision, AdmissionPolicy, check
 from maskfx.scheduling.cost_model import FittedCosts
+from maskfx.scheduling.elastic import ElasticRounds
 from maskfx.scheduling.round_policy import RoundCall, StepLoad
 from maskfx.scheduling.slack_admission import SlackAdmission, demand_of, member_of
 from tests.factories.pipelines import PIPES, anew, call_of, square
@@ -298,7 +299,7 @@ def test_requests_begin_when_the_policy_says() -> None:
 def test_rounds_and_admission_exclude_each_other() -> None:
     policy = SlackAdmission()
     with pytest.raises(InputError, match="leave out admission="):
-        maskfx.Engine(ranks=2, rounds=cast("Any", object()), admission=policy)
+        maskfx.Engine(ranks=2, rounds=ElasticRounds(), admission=policy)
 
 
 # The default.

@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from maskfx.errors import InputError
+from maskfx.ir.argument_checks import check_flag
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Adapter, Updates, WeightedLayers
 from maskfx.runtime.lora.calls import AdaptedCalls, adapted
@@ -52,6 +53,7 @@ class Lora:
         number = isinstance(self.weight, (int, float)) and not isinstance(self.weight, bool)
         if not number or not isfinite(self.weight):
             raise InputError(f"lora: weight={self.weight!r}: give a finite number, such as 0.8")
+        check_flag("lora", "recorded", self.recorded)
         if type(self.first) is not int or self.first < 0:
             raise InputError(f"lora: first={self.first!r}: give a step's number, counted from 0")
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.errors import InputError
+from maskfx.ir.argument_checks import check_flag, check_number
 from maskfx.runtime.hardware.devices import CPU, free_memory
 
 STAGED = 0.25  # of a device's free memory: the staging buffer, unless its size is given
@@ -194,11 +195,10 @@ class Loader:
         copies: bool = True,
         stored: bool = False,
     ) -> None:
-        if not bandwidth > 0 or not (staging_bytes is None or staging_bytes >= 0):
-            raise InputError(
-                f"Loader(bandwidth={bandwidth!r}, staging_bytes={staging_bytes!r}): give bytes per "
-                "second above 0, and 0 or more bytes"
-            )
+        check_number("Loader", "bandwidth", bandwidth, "bytes per second", above=True)
+        check_number("Loader", "staging_bytes", staging_bytes, "bytes", or_none=True)
+        for name, flag in (("overlap", overlap), ("copies", copies), ("stored", stored)):
+            check_flag("Loader", name, flag)
         self.bandwidth, self.staging_bytes, self.overlap = bandwidth, staging_bytes, overlap
         self.copies, self.stored = copies, stored
         self.overruns = 0
@@ -214,6 +214,14 @@ class Loader:
         self._thread: threading.Thread | None = None
         self._stores: ThreadPoolExecutor | None = None  # one thread, which only reads
         self._closed = False
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Return what deep copies and pickles are made from: its settings."""
+        parts = self._lane, self._clock, self._sleep
+        return Loader, (
+            *(self.bandwidth, self.staging_bytes, *parts),
+            *(self.overlap, self.copies, self.stored),
+        )
 
     def begin(self, jobs: Iterable[LoadJob], device: torch.device = CPU) -> Loading:
         """Start loading to a device, after all loads that were begun before."""

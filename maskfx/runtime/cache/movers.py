@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from maskfx.ir.argument_checks import check_type
 from maskfx.runtime.cache.step_cache import StepCache, with_tensors
 
 
@@ -48,6 +49,10 @@ class DeviceMover(HostMover):
     """
 
     device: torch.device
+
+    def __post_init__(self) -> None:
+        wanted = 'a torch.device, such as torch.device("cuda")'
+        check_type("DeviceMover", "device", self.device, torch.device, wanted)
 
     def to_device(self, cache: StepCache) -> StepCache:
         moved = with_tensors(cache, lambda t: t.to(self.device, non_blocking=True))

@@ -18,6 +18,7 @@ from itertools import count
 from threading import Condition, RLock
 
 from maskfx.errors import InputError
+from maskfx.runtime.cache.check_tiers import check_habits, check_places
 from maskfx.runtime.cache.disk_tier import DiskTier
 from maskfx.runtime.cache.movers import HostMover, Mover
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding
@@ -58,20 +59,8 @@ class Tiers:
         clock: Callable[[], float] = time.time,
         readers: int = 2,
     ) -> None:
-        if device_bytes and mover is None:
-            raise InputError(
-                f"Tiers(device_bytes={device_bytes}) needs a mover; give "
-                "mover=maskfx.DeviceMover(device), or device_bytes=0"
-            )
-        limits = {"host_bytes": host_bytes, "device_bytes": device_bytes}
-        for name, limit in (limits | {"disk_bytes": disk_bytes, "ttl": ttl}).items():
-            if limit is not None and not limit >= 0:
-                raise InputError(f"Tiers({name}={limit}): give 0 or more")
-        if store is None and disk_bytes is not None:
-            raise InputError(
-                f"Tiers(disk_bytes={disk_bytes}) without a directory; give store=Store(path), or "
-                "leave disk_bytes out"
-            )
+        check_places(store, host_bytes, device_bytes, disk_bytes, mover)
+        check_habits(ttl, encoding, write_through, readers)
         self.store = store
         self.encoding = encoding
         self._budget = {Tier.DEVICE: device_bytes, Tier.HOST: host_bytes}

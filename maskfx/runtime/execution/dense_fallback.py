@@ -51,7 +51,7 @@ def run_in_full(call: ValidatedCall, module: nn.Module, weights: Weights) -> obj
         return inputs.unflatten(blended(flat, call))
     with adapted([(1, call.adapters)]):
         output = module(**pytree.tree_unflatten(inputs.values, inputs.spec))
-    weights.settle()
+    weights.settle(ran=True)
     flat, spec = pytree.tree_flatten(output)
     if isinstance(step, EditStep):
         return pytree.tree_unflatten(blended(flat, call), spec)

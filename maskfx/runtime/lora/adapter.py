@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from torch import Tensor
+
+from maskfx.ir.argument_checks import check_type, is_number, refuse
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,13 @@ class LowRank:
     up: Tensor
     scale: float
     bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_type("LowRank", "down", self.down, Tensor, "a tensor")
+        check_type("LowRank", "up", self.up, Tensor, "a tensor")
+        check_type("LowRank", "bias", self.bias, Tensor, "a tensor, or None", or_none=True)
+        if not is_number(self.scale) or not isfinite(self.scale):
+            refuse("LowRank", "scale", self.scale, "a finite number")
 
     @property
     def rank(self) -> int:
@@ -46,12 +56,17 @@ class Difference:
     weight: Tensor | None = None
     bias: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        check_type("Difference", "weight", self.weight, Tensor, "a tensor, or None", or_none=True)
+        check_type("Difference", "bias", self.bias, Tensor, "a tensor, or None", or_none=True)
+
     @property
     def nbytes(self) -> int:
         return sum(own.nbytes for own in tensors_of(self))
 
 
 LayerChange = LowRank | Difference
+KINDS = (LowRank, Difference)
 Layers = Mapping[str, LayerChange]  # by the path of the layer in its module
 
 
@@ -77,6 +92,17 @@ class Adapter:
     name: str
     digest: str
     parts: Mapping[str, Layers]
+
+    def __post_init__(self) -> None:
+        check_type("Adapter", "name", self.name, str, "a name")
+        check_type("Adapter", "digest", self.digest, str, "a text, equal for equal updates")
+        wanted = 'a dict of layers by component, such as {"unet": {"path.of.layer": LowRank(...)}}'
+        check_type("Adapter", "parts", self.parts, Mapping, wanted)
+        for name, layers in self.parts.items():
+            where = f"Adapter: parts[{name!r}]"
+            check_type(where, "layers", layers, Mapping, "a dict of updates by path of the layer")
+            for path, change in layers.items():
+                check_type(where, repr(path), change, KINDS, "a LowRank or a Difference")
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,13 @@ from functools import cache
 from pathlib import Path
 
 from maskfx.errors import InputError
+from maskfx.ir.argument_checks import (
+    check_number,
+    check_path,
+    check_type,
+    check_whole,
+    refuse,
+)
 from maskfx.runtime.lora.differences import PATCH
 from maskfx.runtime.lora.files import SUFFIX, AdapterFile, FileLimits
 from maskfx.runtime.lora.loader import READ, AdapterLoader
@@ -68,10 +75,13 @@ class Adapters:
         limits: FileLimits | None = None,
     ) -> None:
         for name, value in (("host_bytes", host_bytes), ("loads", loads)):
-            if type(value) is not int or value < 1:
-                raise InputError(f"Adapters: {name}={value!r}: give a whole number, 1 or more")
-        if not deadline > 0:
-            raise InputError(f"Adapters: deadline={deadline!r}: give seconds, more than 0")
+            check_whole("Adapters", name, value, 1)
+        check_number("Adapters", "deadline", deadline, "seconds", above=True)
+        if not isinstance(read, str) or not re.fullmatch(r"[\w.]+:\w+", read):
+            refuse("Adapters", "read", read, 'the name of a function, such as "module:function"')
+        check_type("Adapters", "limits", limits, FileLimits, "FileLimits, or None", or_none=True)
+        if folder is not None:
+            check_path("Adapters", "folder", folder)
         self._known: dict[str, RegisteredAdapter] = {}
         self._residency = AdapterResidency(host_bytes, loads)
         self._loader = AdapterLoader(PROCESS, deadline=deadline, read=read, limits=limits)

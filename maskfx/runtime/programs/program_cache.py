@@ -29,6 +29,7 @@ from maskfx.ir.program import Program
 from maskfx.ir.values import copies, has_meta, same_values
 from maskfx.runtime.execution.dense_fallback import graph_in_full
 from maskfx.runtime.execution.executor import BatchExecutor
+from maskfx.runtime.programs.buffer_states import BufferStates
 from maskfx.runtime.programs.program_files import ProgramFiles, compiled_as
 from maskfx.runtime.programs.proof import Size, every_other, hides, same_ranks, size_of, uneven_mask
 from maskfx.runtime.programs.shared_programs import Sharing, shared_programs
@@ -81,8 +82,8 @@ class ProgramCache:
         if self.settings.programs is not None and self._files is None:
             self._files = self._read(Path(self.settings.programs))
         found = self._serving(inputs, values, spec, single)
-        if self._files is not None and self._facts() != self._noted:
-            self._noted = self._facts()
+        if self._files is not None and self.facts() != self._noted:
+            self._noted = self.facts()
             sure = {k: v for k, v in self._verdicts.items() if k not in self._doubtful}
             self._files.note(self.every, sure)
         return found
@@ -95,16 +96,16 @@ class ProgramCache:
         if self._copies is None or self._copies[0] != directory:
             self._copies = directory, self._files_in(directory), ()
         _, files, facts = self._copies
-        if facts == self._facts():
+        if facts == self.facts():
             return False
         for compilation in self.every:
             files.save(compilation)
         sure = {k: v for k, v in self._verdicts.items() if k not in self._doubtful}
         files.note(self.every, sure)
-        self._copies = directory, files, self._facts()
+        self._copies = directory, files, self.facts()
         return True
 
-    def _facts(self) -> tuple[int, ...]:
+    def facts(self) -> tuple[int, ...]:
         """Return a value that changes when something is verified, quick enough for every call."""
         compared = sum(len(one.capture.verdicts) for one in self.every)
         return len(self.every), compared, len(self._verdicts), len(self._doubtful)
@@ -134,8 +135,10 @@ class ProgramCache:
         self, inputs: dict[str, object], values: list[object], spec: pytree.TreeSpec, single: bool
     ) -> Compilation:
         found = self._first_serving(self.every, values, spec, single)
-        if found is None:
-            found = self._taken(inputs, values, spec, single)
+        if found is not None:
+            return self._proven(found, values, spec)
+        states = BufferStates(self.module)
+        found = self._taken(inputs, values, spec, single)
         if found is None:
             found = self._compile(inputs, values, single)
             self._add(found)
@@ -143,7 +146,9 @@ class ProgramCache:
                 self._files.save(found)
             elif self._shares(values):
                 self._sharing.give(found)
-        return self._proven(found, values, spec)
+        found = self._proven(found, values, spec)
+        states.restore(lambda: self._dense(copy_tree(inputs)))
+        return found
 
     def _first_serving(
         self,

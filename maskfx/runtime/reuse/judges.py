@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskfx.errors import InputError
+from maskfx.ir.argument_checks import check_number
 from maskfx.ir.grids import Floats
 
 Bools = NDArray[np.bool_]
@@ -78,8 +79,7 @@ class Threshold:
     value: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.value, (int, float)) or not self.value >= 0:
-            raise InputError(f"Threshold: value={self.value!r}: give a number, 0 or more")
+        check_number("Threshold", "value", self.value)
 
     @property
     def keeps_nothing(self) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskfx.errors import InputError
+from maskfx.ir.argument_checks import check_choice, check_number, check_whole
 from maskfx.ir.grids import Floats
 from maskfx.runtime.reuse.judges import (
     AUTO,
@@ -81,17 +82,10 @@ class PatchReuse:
 
     def __post_init__(self) -> None:
         for name, least in (("age", 0), ("first", 0), ("last", 0), ("side", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InputError(
-                    f"PatchReuse: {name}={value!r}: give a whole number, {least} or more"
-                )
+            check_whole("PatchReuse", name, getattr(self, name), least)
         for name, known in (("outputs", KEPT_OUTPUTS), ("sets", SETS), ("order", ORDERS)):
-            if getattr(self, name) not in known:
-                raise InputError(
-                    f"PatchReuse: {name}={getattr(self, name)!r}: choose one of {', '.join(known)}"
-                )
-        Threshold(self.threshold)
+            check_choice("PatchReuse", name, getattr(self, name), known)
+        check_number("PatchReuse", "threshold", self.threshold)
         if self.judge == AUTO:
             return
         if isinstance(self.judge, (str, os.PathLike)):

@@ -45,12 +45,18 @@ class Masks:
     @staticmethod
     def anywhere(*size: int) -> Masks:
         """Return the set of all masks of this size."""
+        if not size or any(type(side) is not int or side < 1 for side in size):
+            raise MaskError(
+                f"Masks.anywhere{size!r:.60}: give the latent's height and width, or its number "
+                "of tokens"
+            )
         return Masks(torch.ones(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool))
 
     @staticmethod
     def inside(ever: Tensor) -> Masks:
         """Return the set of all masks inside of this one."""
-        return Masks(ever, torch.zeros_like(ever))
+        always = torch.zeros_like(ever) if isinstance(ever, Tensor) else ever
+        return Masks(ever, always)
 
     @staticmethod
     def exactly(mask: Tensor) -> Masks:

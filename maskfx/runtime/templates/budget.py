@@ -7,11 +7,12 @@ predicted time. Choices that change the image need `Budget.allow` and have a fix
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from maskfx.errors import BudgetError, InputError
 from maskfx.ir import program
+from maskfx.ir.argument_checks import check_number, check_type, check_whole, refuse
 from maskfx.runtime.batch import flops
 from maskfx.runtime.explain import amount
 from maskfx.runtime.planner.blocks import FLOPS, find_blocks
@@ -57,19 +58,21 @@ class Budget:
     encodings: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
-        if not self.nbytes > 0 or self.steps < 1 or self.branches < 1:
-            raise InputError(
-                f"Budget: {self.nbytes!r} bytes, {self.steps!r} steps, {self.branches!r} branches; "
-                "give numbers above 0"
-            )
-        if self.stored is not None and not 0 < self.stored <= self.steps:
+        check_number("Budget", "nbytes", self.nbytes, "bytes", above=True)
+        check_whole("Budget", "steps", self.steps, 1)
+        check_whole("Budget", "branches", self.branches, 1)
+        check_whole("Budget", "stored", self.stored, 1, or_none=True)
+        if self.stored is not None and self.stored > self.steps:
             raise InputError(f"Budget: stored={self.stored!r}: give 1 to steps={self.steps}")
+        if isinstance(self.allow, str) or not isinstance(self.allow, Collection):
+            refuse("Budget", "allow", self.allow, 'a list of names, such as ("8bit", "share2")')
+        check_type("Budget", "costs", self.costs, Costs, "Costs, or None", or_none=True)
         shares = {1}
         for name in self.allow:
-            told = re.fullmatch(r"share([1-9]\d*)", name)
+            told = re.fullmatch(r"share([1-9]\d*)", str(name))
             if told:
                 shares |= {min(int(told[1]), self.steps)} if self.stored is None else set()
-            elif name not in ENCODINGS:
+            elif str(name) not in ENCODINGS:
                 known = ", ".join([*ENCODINGS, "share2", "share3", "…"])
                 raise InputError(f"Budget: allow={name!r}: choose of {known}")
         own = tuple(name for name in ENCODINGS if name == "lossless" or name in self.allow)

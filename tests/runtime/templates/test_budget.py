@@ -174,7 +174,7 @@ def test_what_was_not_planned_for_is_refused() -> None:
     ("wrong", "said"),
     [
         ({"nbytes": 0.0, "steps": 5}, "above 0"),
-        ({"nbytes": 1.0, "steps": 0}, "above 0"),
+        ({"nbytes": 1.0, "steps": 0}, "steps=0: give a whole number, 1 or more"),
         ({"nbytes": 1.0, "steps": 5, "allow": ("7bit",)}, "7bit"),
         ({"nbytes": 1.0, "steps": 5, "allow": ("share0",)}, "share0"),
     ],

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
+from maskfx.ir.argument_checks import check_number, check_path
 from maskfx.runtime.cache.stores.entry_parts import FileParts, header_in, length_in
 from maskfx.runtime.cache.stores.filesystem import DISK, Disk
 from maskfx.runtime.cache.stores.read_speed import ReadSpeed
@@ -85,6 +86,8 @@ class Store:
     counters: StoreCounters = field(default_factory=StoreCounters)
 
     def __post_init__(self) -> None:
+        check_path("Store", "root", self.root)
+        check_number("Store", "abandoned_after", self.abandoned_after, "seconds")
         self.root = Path(self.root)
         self.speed = ReadSpeed()  # of parts
         self._lock = Lock()
