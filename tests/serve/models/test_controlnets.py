@@ -250,9 +250,6 @@ def test_a_choice_that_doesnt_fit_is_refused(
     assert re.search(message, failed.message)
 
 
-UNION = "StableDiffusionXLControlNetUnionInpaintPipeline"
-
-
 def alone(pipe: Any, controls: Sequence[Pixels], **more: Any) -> Any:
     """The picture that diffusers makes alone, of the whole scene."""
     images = [*map(Image.fromarray, controls)]
@@ -316,31 +313,3 @@ def test_guess_mode_is_that_of_diffusers(spoken: Path, served: Served) -> None:
             ),
         ],
     )
-
-
-@pytest.mark.slow
-def test_a_controlnet_of_several_kinds_is_that_of_diffusers() -> None:
-    """Requests of one batch have other kinds, scales and numbers of control images."""
-    made, scale = Served(build(UNION), quality="faithful"), "controlnet_conditioning_scale"
-    try:
-        check_together(
-            made,
-            build(UNION),
-            [
-                ({"control_mode": [0]}, {"control_mode": 0}, 1),
-                ({"control_mode": [3]}, {"control_mode": 3}, 1),
-                ({"control_mode": [3, 1]}, {"control_mode": [3, 1]}, 2),
-                (
-                    {"control_mode": [1, 3], "control_scale": [0.9, 0.2]},
-                    {"control_mode": [1, 3], scale: [0.9, 0.2]},
-                    2,
-                ),
-                (
-                    {"control_mode": [3], "guess_mode": True, "control_scale": [0.5]},
-                    {"control_mode": 3, "guess_mode": True, scale: 0.5},
-                    1,
-                ),
-            ],
-        )
-    finally:
-        made.model.close()
