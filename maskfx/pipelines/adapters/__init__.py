@@ -1,4 +1,4 @@
 """LoRA files and the adapters of a call, which may arrive after its first step.
 
-May import: pipelines/parts, pipelines/*.py, runtime, errors. Begin with `lora.py`.
+May import: pipelines/parts, pipelines/*.py, runtime, ir, errors. Begin with `lora.py`.
 """

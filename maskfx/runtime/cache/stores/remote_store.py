@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from threading import RLock
 
-from maskfx.ir.argument_checks import check_number, check_type
 from maskfx.runtime.cache.stores import remote_queue as queue
 from maskfx.runtime.cache.stores.bounded_calls import RemoteAccess, Unavailable, open_remote
+from maskfx.runtime.cache.stores.check_remote import check_remote
 from maskfx.runtime.cache.stores.known_entries import KnownEntries
 from maskfx.runtime.cache.stores.read_speed import ReadSpeed
 from maskfx.runtime.cache.stores.remote_entries import (
@@ -68,22 +68,12 @@ class RemoteStore:
         abandoned_after: float = 3600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        check_type("RemoteStore", "url", url, str, 'a URL, such as "s3://bucket/prefix"')
-        check_number("RemoteStore", "backlog_bytes", backlog_bytes, "bytes")
-        for name, seconds in (
-            ("noted_after", noted_after),
-            ("looked_after", looked_after),
-            ("abandoned_after", abandoned_after),
-        ):
-            check_number("RemoteStore", name, seconds, "seconds")
-        wanted = "a RemoteAccess, or None"
-        check_type("RemoteStore", "access", access, RemoteAccess, wanted, or_none=True)
+        check_remote(url, access, backlog_bytes, noted_after, looked_after, abandoned_after)
         self.url, self._again = url, url if access is None else None  # for other processes
         self.counters, self.speed = StoreCounters(), ReadSpeed()
         access = open_remote(url) if access is None else access
         self.entries = RemoteEntries(access.objects)
-        self.reads, self.writes = access.reads, access.writes
-        self.clock = clock
+        self.reads, self.writes, self.clock = access.reads, access.writes, clock
         self._most, self._noted_after = backlog_bytes, noted_after
         self._looked_after, self._abandoned_after = looked_after, abandoned_after
         self._queue = queue.ActionQueue(self._act, self._trim_soon)
@@ -91,8 +81,7 @@ class RemoteStore:
         self._known = KnownEntries()
         self._limits: tuple[int | None, float | None, Collection[bytes]] | None = None
         self._trimming = self._failed = False  # a write failed since the last `settle`
-        self._looked = float("-inf")
-        self._total = 0
+        self._looked, self._total = float("-inf"), 0
 
     # Writing, in the background.
 
