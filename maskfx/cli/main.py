@@ -395,7 +395,4 @@ def demo(
     """Run a first edit on the CPU."""
     from maskfx.cli import demo, demo_adapters
 
-    if adapters:
-        demo_adapters.main(name)
-    else:
-        demo.main(name)
+    (demo_adapters if adapters else demo).main(name)

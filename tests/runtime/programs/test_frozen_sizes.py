@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 import maskfx
 from maskfx.runtime.programs import program_cache
-from maskfx.runtime.programs.program_cache import is_frozen_program
+from maskfx.runtime.programs.attempts import is_frozen_program
 from tests.export.tiny import arguments, tiny
 
 
