@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from maskfx.errors import NumberError as NumberError
     from maskfx.errors import SignatureError as SignatureError
     from maskfx.export.exporter import export as export
+    from maskfx.pipelines.adapters.ip_adapters import ip_adapters as ip_adapters
     from maskfx.pipelines.adapters.lora import Lora as Lora
     from maskfx.pipelines.compile import decompile as decompile
     from maskfx.pipelines.compile import template as template
@@ -115,6 +116,7 @@ HOMES = {
     "editing": "maskfx.runtime.editing",
     "explain": "maskfx.api",
     "export": "maskfx.export",  # the room itself, which can be called
+    "ip_adapters": "maskfx.pipelines.adapters.ip_adapters",
     "reference": "maskfx.shipped",
     "template": "maskfx.pipelines.compile",
 }

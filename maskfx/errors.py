@@ -42,7 +42,9 @@ class CompileError(MaskfxError):
 
 
 class InputError(MaskfxError, ValueError):
-    """A call got an argument that it can't use."""
+    """A call got an argument that it can't use; `argument` is its name, where it is known."""
+
+    argument: str | None = None
 
 
 class SignatureError(InputError, TypeError):

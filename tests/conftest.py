@@ -5,14 +5,18 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from maskfx.ops.cache_folder import FOLDER as KEPT
 from maskfx.runtime.hardware import cpu_threads
+from maskfx.runtime.programs import shared_programs as shared
 from maskfx.runtime.programs.shared_programs import shared_programs
+from tests.factories.run_programs import PROGRAMS, RunPrograms
 
 TESTS = Path(__file__).parent
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
@@ -24,25 +28,22 @@ SHARING = (
     "pipelines",
     "runtime",
     "serve",
+    "test_devices.py",
     "test_errors.py",
     "test_examples.py",
     "training",
-)
-# files whose tests share what takes a while to make: one process runs each of them
-TOGETHER = (
-    "pipelines/handlers/test_autoencoder.py",
-    "serve/frontend/test_tracing.py",
-    "serve/models/test_generated_images.py",
-    "serve/models/test_helper_choice.py",
-    "test_errors.py",
 )
 THIRD_PARTIES = ("torch", "diffusers", "transformers")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if KEPT not in os.environ:  # nothing of the user's; processes of a run share theirs
-        os.environ[KEPT] = made = tempfile.mkdtemp(prefix="maskfx-tests-")
-        config.add_cleanup(lambda: shutil.rmtree(made, ignore_errors=True))
+    for name in (KEPT, PROGRAMS):  # nothing of the user's; processes of a run share theirs
+        if name not in os.environ:
+            os.environ[name] = made = tempfile.mkdtemp(prefix="maskfx-tests-")
+            config.add_cleanup(partial(shutil.rmtree, made, ignore_errors=True))
+    own = RunPrograms(Path(os.environ[PROGRAMS]))
+    with mock.patch.object(shared, "SharedPrograms", return_value=own):
+        assert shared_programs() is own, "programs were shared before the tests began"
     torch.set_num_threads(1)
     for name in THIRD_PARTIES:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark in silent:
             item.add_marker(mark)
-        group = case_name(item) or file_of_group(item)
+        group = group_of(item)
         if group:
             item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -68,9 +69,11 @@ def case_name(item: pytest.Item) -> str:
     return str(callspec.params.get("name", "")) if callspec is not None else ""
 
 
-def file_of_group(item: pytest.Item) -> str:
-    path = item.path.relative_to(TESTS).as_posix()
-    return path if path in TOGETHER else ""
+def group_of(item: pytest.Item) -> str:
+    """Return the tests that one process runs: those of a model, or of a file, which share more."""
+    if item.get_closest_marker("xdist_group"):
+        return ""
+    return case_name(item) or item.path.relative_to(TESTS).as_posix()
 
 
 class Wrong(logging.Handler):
@@ -99,7 +102,11 @@ def captures_of_others(request: pytest.FixtureRequest) -> Iterator[None]:
     """Only tests that leave the compiler as it is share what they captured."""
     room = request.path.relative_to(TESTS).parts[0]
     if room in SHARING and request.node.get_closest_marker("wrong_program") is None:
+        programs = shared_programs()
+        assert isinstance(programs, RunPrograms)
+        programs.is_open = True
         yield
+        programs.is_open = False
         return
     shared_programs().clear()
     yield

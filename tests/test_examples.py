@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 
 import maskfx
+from tests.factories.ip_adapters import save_ip_adapters
 from tests.factories.lora import update_of
 from tests.factories.lora_files import save_lora
 from tests.factories.pipelines import PIPES, control_net, picture, pipe_of, spoken, square
@@ -40,7 +41,7 @@ PAGES = {
 BEFORE = {"how-to/storage": PAGES["how-to/denoisers"][:1]}  # what a page takes from another one
 PRINTS = {"tutorial/first-edit": 2}  # how many listings, the first ones, show what the code prints
 GIVEN = {"pipe", "photo", "mask", "edges"}  # what the code of a page may use beside its own
-GIVEN_TO = {"how-to/adapters": {"denoiser", "updates"}}
+GIVEN_TO = {"how-to/adapters": {"denoiser", "updates"}, "how-to/loras": {"portrait"}}
 
 # of the scripts that compile a shipped model: the line that they print, and the picture's size
 PRINTED = {
@@ -158,6 +159,9 @@ def test_the_code_of_a_page_runs(
         blocks = [block for block in blocks if "load_lora_weights" not in block]
     elif page == "how-to/loras":
         save_peft_lora(inpaint(), tmp_path / "style.safetensors")
+    if page == "how-to/loras":
+        save_ip_adapters(pipe.unet, tmp_path / "adapters", "face")
+        vars(module).update(portrait=picture(51))
     if page == "how-to/adapters":
         for seed, name in enumerate(("loras/style", "loras/ink", "elsewhere/oil")):
             path = tmp_path / f"{name}.safetensors"

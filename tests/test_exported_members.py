@@ -58,6 +58,7 @@ EXPORTED = [
     "editing",
     "explain",
     "export",
+    "ip_adapters",
     "reference",
     "template",
 ]

@@ -15,6 +15,7 @@ A setting has C ControlNets and L LoRA files; every request has LoRAs of its own
 - `... process off`: ControlNets are computed in the denoiser's process.
 - `... masks off`: all sites are computed. `... forecasts off`: all steps are computed.
 - `... masks, forecasts off`: as Katz, whose figures have neither.
+- `... process, masks, forecasts off`: the same in one process, of which a machine has one per core.
 
 Latency is that of one request alone, throughput that of `--batch` requests at once, in pictures per
 second and core: maskfx has a core for each of its processes, as far as the machine has them. Beside
@@ -95,17 +96,17 @@ SIDES = {
     "masks off": Side(masks=False),
     "forecasts off": Side(forecasts=False),
     "masks, forecasts off": Side(masks=False, forecasts=False),
+    "process, masks, forecasts off": Side(process=False, masks=False, forecasts=False),
 }
 
 
 def sides_of(setting: Setting, names: Sequence[str]) -> dict[str, Side]:
     """Return the sides that differ in this setting."""
-    found = {name: SIDES[name] for name in names if name in SIDES}
-    if not setting.loras:
-        found.pop("rows off", None)
-    if not setting.nets:
-        found.pop("process off", None)
-    return found
+    return {
+        name: side
+        for name, side in SIDES.items()
+        if name in names and (side.rows or setting.loras) and (side.process or setting.nets)
+    }
 
 
 class Bed:

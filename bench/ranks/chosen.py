@@ -1,16 +1,15 @@
-"""What ranks could gain where patches are chosen while a step runs (`order="stretch"`).
+"""What ranks gain where patches are chosen while a step runs (`order="stretch"`).
 
     OMP_NUM_THREADS=1 python -m bench.ranks.chosen
     OMP_NUM_THREADS=1 python -m bench.ranks.chosen --side 32 --rounds 4
 
-Such steps run in the process that holds the rows. Ranks would have to add up, before each stretch
-of blocks, how far its input changed, decide alike, and make their tables then. Sides, in turn, each
-with rows of its own and half of the patches, drawn anew for each step: chosen while the step runs,
-in this process; the same patches given before the step, in this process; given before it, over two
-ranks, which make all tables anew; and over two ranks with patches that stay, whose tables are kept.
-The third, and one exchange more for each stretch but the first, is the least that a step of two
-ranks could take whose patches are chosen while it runs. The stretches compute the same patches, or
-each its own. SD3's class, 4 blocks of width 512. Writes ranks-chosen.json to bench/results
+Ranks add up, before each stretch of blocks that is compared, how far its input changed, decide
+alike, and make their tables then. Sides, in turn, each with rows of its own and half of the
+patches, drawn anew for each step: chosen while the step runs, in this process and over two ranks;
+the same patches given before the step, in this process; given before it, over two ranks, which make
+all tables anew; and over two ranks with patches that stay, whose tables are kept. The stretches
+compute the same patches, or each its own. SD3's class, 4 blocks of width 512. Writes
+ranks-chosen.json to bench/results
 (ranks-chosen-SIDE.json for another latent). With fewer idle cores than ranks, the ratios mean
 little.
 """
@@ -20,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from torch import Tensor
 import maskfx
 from bench.harness import ROOT, alternate, figure, header, ratio, write_json
 from bench.ranks.__main__ import SIDE
+from bench.ranks.drawn import Drawn
 from bench.ranks.shapes import shape_of
 from bench.report import columns
 from bench.shapes import Shape
@@ -40,37 +40,14 @@ from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.sites.patches import PatchGrid
-from maskfx.runtime.sites.stretch_choice import Choose
 
 PATCH, KEPT, POOL = 8, 0.5, 1 << 32
 HALVES = Partition(((1.0, 1.0),), (True,))
 CHOSEN, GIVEN = "chosen in the step, one process", "given before it, one process"
+TOGETHER = "chosen in the step, two ranks"
 FRESH, AGAIN = "given before it, two ranks", "the same with known tables"
-
-
-@dataclass
-class Drawn:
-    """Chooses sites that were drawn before, and has the inputs of stretches compared."""
-
-    masks: Sequence[Mask]
-    alike: bool
-    chosen: list[Mask] = field(default_factory=list)
-
-    @property
-    def choose(self) -> Choose:
-        return take
-
-    def compares(self, stretch: int) -> bool:
-        return not self.alike or stretch == 2
-
-    def begin(self) -> None:
-        self.chosen.clear()
-
-
-def take(choices: Sequence[Drawn], stretch: int, changes: object) -> list[Mask]:
-    for choice in choices:
-        choice.chosen.append(choice.masks[stretch - 1])
-    return [choice.masks[stretch - 1] for choice in choices]
+SIDES = CHOSEN, TOGETHER, GIVEN, FRESH, AGAIN
+BY_RUNNING, OVER_RANKS = (CHOSEN, TOGETHER), (TOGETHER, FRESH, AGAIN)
 
 
 class Bed:
@@ -83,8 +60,10 @@ class Bed:
         program = self.denoiser.programs[kept.program]
         grid = PatchGrid(tuple(self.denoiser.mask_shape(shape.inputs(0))), PATCH)
         self.caches: dict[str, RollingCache] = {
-            name: RollingPool(POOL).start(program, kept, patches=grid, since_read=name == CHOSEN)
-            for name in (CHOSEN, GIVEN, FRESH, AGAIN)
+            name: RollingPool(POOL).start(
+                program, kept, patches=grid, since_read=name in BY_RUNNING
+            )
+            for name in SIDES
         }
 
     @property
@@ -104,7 +83,7 @@ class Bed:
 
     def step(self, name: str, number: int, masks: Sequence[Tensor], alike: bool) -> EditStep:
         inputs, cache = self.shape.inputs(100 + number), self.caches[name]
-        if name == CHOSEN:
+        if name in BY_RUNNING:
             choice = Drawn(list(map(Mask, masks)), alike)
             every = torch.ones_like(masks[0])
             return EditStep(inputs, every, cache, any_step=True, record=True, choice=choice)
@@ -119,18 +98,16 @@ def row_of(bed: Bed, group: RankGroup, alike: bool, rounds: int) -> dict[str, An
     def run(name: str, number: int) -> None:
         masks = stay if name == AGAIN else bed.drawn(1 + number, alike)
         step = bed.step(name, number, masks, alike)
-        bed.denoiser.step([step], split if name in (FRESH, AGAIN) else None)
+        bed.denoiser.step([step], split if name in OVER_RANKS else None)
 
     sides = {name: lambda n, name=name: run(name, n) for name in bed.caches}
     times = {name: took[1:] for name, took in alternate(sides, rounds + 1).items()}
-    more = (bed.stretches - 1 if not alike else 1) * group.costs.exchange
-    least = [took + more for took in times[FRESH]]
     return {
         "sets": "alike" if alike else "each",
         "stretches": bed.stretches,
         "seconds": {name: figure(took) for name, took in times.items()},
-        "exchanges added, seconds": more,
-        "at most so many times faster": ratio(times[CHOSEN], least),
+        "times faster, chosen in the step": ratio(times[CHOSEN], times[TOGETHER]),
+        "times faster, given before it": ratio(times[GIVEN], times[FRESH]),
     }
 
 
@@ -147,13 +124,12 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    names = (CHOSEN, GIVEN, FRESH, AGAIN)
-    lines = [["sets", "stretches", *(f"ms {name}" for name in names), "ms added", "at most"]]
+    faster = "times faster, chosen in the step", "times faster, given before it"
+    lines = [["sets", "stretches", *(f"ms {name}" for name in SIDES), *faster]]
     for row in rows:
-        ms = [f"{1000 * row['seconds'][name]['median']:.0f}" for name in names]
-        added = f"{1000 * row['exchanges added, seconds']:.1f}"
-        most = f"{row['at most so many times faster']['median']:.2f}"
-        lines.append([row["sets"], str(row["stretches"]), *ms, added, most])
+        ms = [f"{1000 * row['seconds'][name]['median']:.0f}" for name in SIDES]
+        ratios = [f"{row[name]['median']:.2f}" for name in faster]
+        lines.append([row["sets"], str(row["stretches"]), *ms, *ratios])
     return columns(lines)
 
 

@@ -8,27 +8,35 @@ shipped model, Poisson and bursty arrivals, deadlines drawn evenly from 1 to 5 t
 takes alone with all of its steps. Each side serves the same arrivals, in an engine of its own:
 
 fixed batches       batches of one size that run to their end, all steps
-first come          half of the steps, first come, first served
-slack               half of the steps, an engine as it is by default
+first come          the quality "half-steps", first come, first served
+slack               the same quality, an engine as it is by default
 
-A request that isn't done at its deadline ends then, on each side. Load 1 is what the engine makes
-of a crowd of all sizes that computes all steps, measured right before; so are the seconds alone.
-The simulator gets costs that are fitted to the steps of that crowd, and the same arrivals and
-deadlines. One worker, wall time: on a machine that does other work too, both differ from run to
-run, and the simulator knows nothing of it.
+A request that isn't done at its deadline ends then, on each side and in the simulation. Load 1 is
+what the engine makes of a crowd of all sizes that computes all steps, measured right before; so are
+the seconds alone. The simulation (`engine_simulation.py`, with the engine's own policies) gets the
+same arrivals and deadlines, and costs that are fitted to the steps of crowds in which half of the
+requests have that quality; what else the crowds took is divided among the steps' requests.
+
+Seconds are those of the process's CPU time, so that other processes don't count; waits in which the
+engine has nothing to do are skipped. It is the clock of a machine with one core: what requests
+compute beside the steps takes time from them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -38,19 +46,18 @@ import maskfx
 from bench.agree.fit import least_squares
 from bench.engine.bed import smooth_picture
 from bench.harness import ROOT, header, write_json
-from bench.simulate.baselines import FixedBatchScheduler
-from bench.simulate.simulation import Simulation
+from bench.simulate.engine_simulation import EngineSimulation
 from bench.simulate.traffic import gaps
+from maskfx.engine.default_admission import DefaultAdmission
 from maskfx.engine.step_runner import Step
+from maskfx.engine.ticket import Ticket
 from maskfx.runtime.reuse.step_selection import WHOLE
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.scheduling.admission_policy import AdmissionDecision, AdmissionPolicy
 from maskfx.scheduling.composition import Composition
 from maskfx.scheduling.cost_model import COEFFICIENTS, FittedCosts
-from maskfx.scheduling.load import Demand, Scheduler, Work
+from maskfx.scheduling.load import Demand, Work
 from maskfx.scheduling.round_policy import RoundCall, StepLoad
-from maskfx.scheduling.router import make_router
-from maskfx.scheduling.scheduler import FcfsScheduler, SlackScheduler
 from maskfx.serve.models.pipeline_model import members_of
 from maskfx.shipped import reference
 
@@ -58,11 +65,36 @@ RESULTS = ROOT / "bench" / "results"
 SITE = 8  # pixels
 SIZES = (64, 96, 128)
 SLOTS, TIGHTEST, LOOSEST = 8, 1.0, 5.0
+CROWD = 2 * SLOTS  # requests
 ARRIVALS = {"Poisson": 1.0, "bursty": 2.0}
 DENSE = maskfx.Quality(reuse="steps", refresh=1, every=1)
 HALF = replace(DENSE, every=WHOLE["half-steps"].every)
 
 Row = dict[str, Any]
+
+
+class CpuClock:
+    """Seconds of this process's CPU time, and of waits that were skipped."""
+
+    def __init__(self) -> None:
+        self.skipped = 0.0
+
+    def __call__(self) -> float:
+        return time.process_time() + self.skipped
+
+    def wait(self, until: float, tickets: Sequence[Ticket]) -> None:
+        """Return at a time; if all requests are done before, skip what is left."""
+        while (left := until - self()) > 0:
+            if all(ticket.done() for ticket in tickets):
+                self.skipped += left
+            else:
+                time.sleep(max(0.002, left / 2))  # each look takes CPU time
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the engine go by this clock within the context."""
+        with mock.patch.object(time, "perf_counter", self):
+            yield
 
 
 class FixedBatches:
@@ -84,28 +116,25 @@ class FixedBatches:
         return
 
 
-def fixed() -> maskfx.Engine:
-    policy: AdmissionPolicy = FixedBatches()
-    return maskfx.Engine(maskfx.BatchPolicy(batch=SLOTS), running=4 * SLOTS, admission=policy)
+@dataclass(frozen=True)
+class Side:
+    """How an engine serves: its requests' quality, how many are active, and what admits them."""
+
+    quality: maskfx.Quality
+    running: int
+    admission: Callable[[], AdmissionPolicy | None]
+
+    def engine(self) -> maskfx.Engine:
+        policy = self.admission()
+        own = "default" if isinstance(policy, DefaultAdmission) else policy
+        return maskfx.Engine(BATCHES, running=self.running, admission=own)
 
 
-def first_come() -> maskfx.Engine:
-    return maskfx.Engine(maskfx.BatchPolicy(batch=SLOTS), running=SLOTS, admission=None)
-
-
-def by_default() -> maskfx.Engine:
-    return maskfx.Engine(maskfx.BatchPolicy(batch=SLOTS), running=4 * SLOTS)
-
-
-SIDES: dict[str, tuple[Callable[[], maskfx.Engine], maskfx.Quality]] = {
-    "fixed batches": (fixed, DENSE),
-    "first come": (first_come, HALF),
-    "slack": (by_default, HALF),
-}
-SIMULATED: dict[str, Callable[[FittedCosts], Scheduler]] = {
-    "fixed batches": lambda costs: FixedBatchScheduler(),
-    "first come": lambda costs: FcfsScheduler(costs, make_router("tokens")),
-    "slack": lambda costs: SlackScheduler(costs, make_router("cost")),
+BATCHES = maskfx.BatchPolicy(batch=SLOTS)
+SIDES = {
+    "fixed batches": Side(DENSE, 4 * SLOTS, FixedBatches),
+    "first come": Side(HALF, SLOTS, lambda: None),
+    "slack": Side(HALF, 4 * SLOTS, DefaultAdmission),
 }
 
 
@@ -113,7 +142,7 @@ class Bed:
     """A shipped pipeline, whole pictures of which an engine makes."""
 
     def __init__(self, model: str, steps: int) -> None:
-        self.steps, self.pipe = steps, reference(model)
+        self.steps, self.pipe, self.clock = steps, reference(model), CpuClock()
         self.pipe.set_progress_bar_config(disable=True)
         maskfx.compile(self.pipe, quality=DENSE)
 
@@ -140,26 +169,31 @@ class Bed:
         ) as engine:
             for pixels in SIZES:
                 took = []
-                for _ in range(3):  # the first one compiles
+                for _ in range(3):
                     seen.clear()
+                    call = self.call(pixels, 0, DENSE)
                     began = time.perf_counter()
-                    engine.submit(self.pipe, **self.call(pixels, 0, DENSE)).result()
+                    engine.submit(self.pipe, **call).result()
                     took.append(time.perf_counter() - began)
                 alone[pixels] = min(took)
                 inside = seen[-1].ended - seen[0].began
                 around.append(((1.0, float((pixels // SITE) ** 2)), max(0.0, took[-1] - inside)))
-            for _ in range(2):  # sizes and kinds of steps compile in the first crowd
+            base, per_site = least_squares(around)[0]
+            steps, between = list[Step](), list[float]()
+            for _ in range(3):
                 seen.clear()
                 mixed = self.seconds_of(engine, lambda n: (DENSE, HALF)[n // 3 % 2])
-            steps = list(seen)
-            rate = 2 * SLOTS / self.seconds_of(engine, lambda n: DENSE)
+                outside = sum(base + per_site * (SIZES[n % 3] // SITE) ** 2 for n in range(CROWD))
+                spent = mixed - outside - sum(step.cpu for step in seen)
+                between.append(max(0.0, spent) / sum(step.requests for step in seen))
+                steps += seen
+            rate = CROWD / self.seconds_of(engine, lambda n: DENSE)
         print(f"alone {alone}, {rate:.2f} requests/s, a mixed crowd in {mixed:.1f} s", flush=True)
+        each = statistics.median(between)
         rows = [
-            (Composition.of(members_of(step)), step.ended - before.ended)
-            for before, step in zip(steps, steps[1:], strict=False)
+            (Composition.of(members_of(step)), step.cpu + each * step.requests) for step in steps
         ]
         found, r2 = least_squares(rows)
-        base, per_site = least_squares(around)[0]
         named = dict(zip(COEFFICIENTS, found, strict=True)) | {"per_first": 0.0}
         costs = FittedCosts(
             **named, around_base=base, around_per_site=per_site, decode_share=0.5, r2=r2
@@ -170,8 +204,7 @@ class Bed:
         """Return how long a crowd of all sizes takes that is there at once."""
         began = time.perf_counter()
         crowd = [
-            engine.submit(self.pipe, **self.call(SIZES[n % 3], n, quality(n)))
-            for n in range(2 * SLOTS)
+            engine.submit(self.pipe, **self.call(SIZES[n % 3], n, quality(n))) for n in range(CROWD)
         ]
         for ticket in crowd:
             ticket.result()
@@ -179,25 +212,28 @@ class Bed:
 
     def serve(self, side: str, arrivals: Sequence[Demand]) -> Row:
         """Return the share in time of what an engine makes of these arrivals."""
-        make, quality = SIDES[side]
-        with make() as engine:
+        quality = SIDES[side].quality
+        with SIDES[side].engine() as engine:
             for number in range(2):  # its threads, and costs of its steps
                 warm = [engine.submit(self.pipe, **self.call(p, number, quality)) for p in SIZES]
                 for ticket in warm:
                     ticket.result()
-            start, tickets = time.perf_counter(), []
-            for number, demand in enumerate(arrivals):
-                time.sleep(max(0.0, start + demand.arrived - time.perf_counter()))
-                call = self.call(round(demand.work.whole**0.5) * SITE, number, quality)
+            pixels = [round(demand.work.whole**0.5) * SITE for demand in arrivals]
+            calls = [self.call(own, number, quality) for number, own in enumerate(pixels)]
+            start, tickets = time.perf_counter(), list[Ticket]()
+            for call, demand in zip(calls, arrivals, strict=True):
+                self.clock.wait(start + demand.arrived, tickets)
                 left = start + demand.due - time.perf_counter()
                 tickets.append(engine.submit(self.pipe, deadline=max(left, 0.0), **call))
+                tickets[-1].submitted = start + demand.arrived  # by this clock
             taken = []
             for ticket, demand in zip(tickets, arrivals, strict=True):
                 try:
                     ticket.result()
                 except maskfx.DeadlineMissed:
                     continue
-                taken.append(ticket.finished - start - demand.arrived)
+                if ticket.finished <= start + demand.due:
+                    taken.append(ticket.finished - start - demand.arrived)
             steps = [step.requests for step in engine.steps]
         return {
             "in_time": len(taken) / len(tickets),
@@ -222,11 +258,15 @@ def drawn(
 
 
 def simulated(side: str, costs: FittedCosts, arrivals: Sequence[Demand], steps: int) -> Row:
-    left = steps if side == "fixed batches" else WHOLE["half-steps"].left(0, steps)
-    simulation = Simulation(SIMULATED[side](costs), costs, 1, SLOTS, queue=4096)
-    found = simulation.run(replace(d, work=replace(d.work, steps=left)) for d in arrivals)
-    latency = statistics.mean(found.latency) if found.latency else inf
-    return {"in_time": found.met / found.came, "mean_latency": latency}
+    own = SIDES[side]
+    left = steps if own.quality is DENSE else WHOLE["half-steps"].left(0, steps)
+    found = EngineSimulation(costs, BATCHES, own.running, own.admission())
+    found.run([replace(d, work=replace(d.work, steps=left)) for d in arrivals])
+    return {
+        "in_time": len(found.latency) / len(arrivals),
+        "mean_latency": statistics.mean(found.latency) if found.latency else inf,
+        "mean_batch": statistics.mean(found.batches),
+    }
 
 
 def load_now() -> float:
@@ -248,8 +288,8 @@ def main(command: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     bed = Bed(given.model, given.steps)
     result = header("bench.simulate.real_pictures", told) | {"traces": []}
-    for seed in given.seeds:
-        for arrivals, burst in ARRIVALS.items():
+    for seed, (arrivals, burst) in product(given.seeds, ARRIVALS.items()):
+        with bed.clock.running():
             alone, rate, costs = bed.calibrate()
             own = drawn(alone, given.load * rate, burst, given.requests, given.steps, seed)
             row: Row = {
@@ -257,7 +297,7 @@ def main(command: Sequence[str] | None = None) -> None:
                 "seed": seed,
                 "requests_per_second": given.load * rate,
                 "alone": {str(pixels): seconds for pixels, seconds in alone.items()},
-                "r2": costs.r2,
+                "costs": json.loads(costs.to_json()),
                 "real": {},
                 "simulated": {},
                 "load_average": [load_now()],

@@ -6,7 +6,9 @@ one event per step instead: the twin that tests compare with.
 
 What is simulated: a request waits, starts on a worker (takes a slot), is prepared beside the batch
 (its template is read or recorded, encoders run) and joins the batch when the step under way ends;
-after its last step it leaves the batch, is decoded beside it, and gives its slot back.
+after its last step it leaves the batch, is decoded beside it, and gives its slot back. With
+`expire`, a request that isn't done at its deadline ends then, as in an engine: one that waits at
+the next decision, one in a batch after the step under way.
 """
 
 from __future__ import annotations
@@ -85,10 +87,11 @@ class Simulation:
         recorded: Iterable[str] = (),
         error: float = 0.0,
         plain: bool = False,
+        expire: bool = False,
         seed: int = 0,
     ) -> None:
         self.scheduler, self.costs, self.queue, self.host = scheduler, costs, queue, host
-        self.error, self.plain = error, plain
+        self.error, self.plain, self.expire = error, plain, expire
         self.fleet = Fleet([Worker(f"w{n}", slots) for n in range(workers)], costs)
         for template in recorded:
             self.fleet.everywhere[template] = TemplateTier.DISK
@@ -159,11 +162,17 @@ class Simulation:
         for member in batch.members:
             member.left -= batch.turn
         done = [m for m in batch.members if m.left <= 0]
-        if done or batch.joining:
-            batch.members = [m for m in batch.members if m.left > 0] + batch.joining
+        late = [m for m in batch.members if m.left > 0 and self._is_late(now, m.demand)]
+        late += [m for m in batch.joining if self._is_late(now, m.demand)]
+        if done or late or batch.joining:
+            stay = [m for m in batch.members if m.left > 0] + batch.joining
+            batch.members = [m for m in stay if m not in late]
             batch.joining = []
             for member in done:
                 self._leave(now, row, member)
+            for member in late:
+                self._end(row, member)
+                self.served.dropped += 1
         sizes = len({m.demand.work.whole for m in batch.members})
         compute = self.costs.base + self.costs.per_size * sizes
         compute += sum(m.compute for m in batch.members)
@@ -175,10 +184,21 @@ class Simulation:
             self._stepping[row, member.seat] = 1.0
             self._left[row, member.seat] = member.left
         if batch.members:
-            batch.turn = 1 if self.plain else min(m.left for m in batch.members)
+            batch.turn = (
+                1 if self.plain else min(self._steps_of(m, now, pace) for m in batch.members)
+            )
             self._schedule(row)
-        if done and self._waiting:
+        if (done or late) and self._waiting:
             self._decide(now)
+
+    def _is_late(self, now: float, demand: Demand) -> bool:
+        return self.expire and now >= demand.due
+
+    def _steps_of(self, member: Member, now: float, pace: float) -> int:
+        """Return how many steps a member makes from now on, until it is done or late."""
+        if not self.expire or member.demand.due == inf:
+            return member.left
+        return min(member.left, max(1, ceil((member.demand.due - now) / pace - EDGE)))
 
     def _schedule(self, row: int) -> None:
         batch = self.batches[row]
@@ -190,17 +210,28 @@ class Simulation:
 
     def _leave(self, now: float, row: int, member: Member) -> None:
         """Out of the batch. Its slot is free when its picture is there."""
-        self._left[row, member.seat] = 0.0
-        self._stepping[row, member.seat] = 0.0
+        self._stop(row, member)
         decoding = self.costs.decode_share * self._around(row, member.demand)
         if decoding:
             self._push(now + decoding, row, 0, member)
         else:
             self._finish(now, row, member)
 
+    def _stop(self, row: int, member: Member) -> None:
+        self._left[row, member.seat] = 0.0
+        self._stepping[row, member.seat] = 0.0
+
+    def _end(self, row: int, member: Member) -> None:
+        """A request that is late leaves at once."""
+        self._stop(row, member)
+        self.fleet.end(row, member.demand.id)
+
     def _finish(self, now: float, row: int, member: Member) -> None:
         demand, served = member.demand, self.served
         self.fleet.end(row, demand.id)
+        if self._is_late(now - EDGE, demand):
+            served.dropped += 1
+            return
         served.latency.append(now - demand.arrived)
         served.ids.append(demand.id)
         served.met += now <= demand.due + 1e-9
@@ -223,6 +254,9 @@ class Simulation:
     def _decide(self, now: float) -> None:
         made = np.floor((now - self._since) / self._pace + EDGE)
         np.subtract(self._left, made[:, None] * self._stepping, out=self.fleet.left)
+        for demand in [one for one in self._waiting.values() if self._is_late(now, one)]:
+            del self._waiting[demand.id]
+            self.served.dropped += 1
         began = time.perf_counter()
         waiting = list(self._waiting.values())
         decision = self.scheduler.decide(now, waiting, self.fleet)

@@ -148,6 +148,9 @@ def serve(
     controlnets: Annotated[
         list[str] | None, given("Folder, hub id or shipped name; repeatable.", "--controlnet")
     ] = None,
+    ip_adapters: Annotated[
+        list[str] | None, given("A safetensors file, or its folder; repeatable.", "--ip-adapter")
+    ] = None,
     log_level: Annotated[str | None, given("debug, info, warning or error.")] = None,
     otlp_endpoint: Annotated[str | None, given("Where OpenTelemetry's spans go.")] = None,
     more: More = None,

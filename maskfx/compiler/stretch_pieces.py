@@ -16,6 +16,7 @@ from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.program import STRETCH, Interface
 from maskfx.ir.sources import (
     Enter,
+    Exchanged,
     Given,
     Halo,
     Loaded,
@@ -23,6 +24,11 @@ from maskfx.ir.sources import (
     Pairs,
     PairTable,
     Parents,
+    Reader,
+    ReadLines,
+    ReadOwner,
+    RestShare,
+    SameLines,
     Source,
     Subsites,
     Weights,
@@ -71,9 +77,16 @@ def row_set_stretches(source: Source, interface: Interface, last: int) -> Iterat
             yield interface.stretch_of((segment,)) or last
 
 
-def segments_read(source: Source) -> Sequence[str]:
+def segments_read(source: Source | Reader) -> Sequence[str]:
     """Return the segments whose active sites an input depends on."""
     match source:
+        case Exchanged() | ReadOwner() | RestShare():
+            more = () if source.reader is None else segments_read(source.reader)
+            return *source.segments, *more
+        case ReadLines(lines, reader):
+            return *lines.segments, *(() if reader is None else segments_read(reader))
+        case SameLines(_, before, after):
+            return before, after
         case Given(_, _, lane):
             return lane.segments
         case Neighbours(window) | Weights(window) | Halo(_, window):

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from torch.utils import _pytree as pytree
 
+from maskfx.distributed.stretch_sums import expected
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
@@ -75,6 +76,13 @@ class RankBatch:
     def single(self) -> bool:
         """Whether its members are the samples of calls that run sample by sample."""
         return any(call.inputs.compilation.capture.single for call in self.calls)
+
+    @cached_property
+    def expected(self) -> tuple[Frame, Sequence[Member]]:
+        """The frame and members by which costs are predicted."""
+        if self.frame.by_stretch:
+            return expected(self.frame, self.members)
+        return self.frame, self.members
 
     @cached_property
     def steps(self) -> list[AnyStep]:

@@ -18,11 +18,17 @@ from maskfx.distributed.division.step_costs import Exchanges, exchanges_of, step
 from maskfx.distributed.division.work import RankWork
 from maskfx.distributed.rank_step import RankPrograms
 from maskfx.ir.head_sources import WAYS, AttentionWay, AttentionWays
+from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
+from maskfx.runtime.batch.rows import picked_bytes
+from maskfx.runtime.cache.rows import stored_parts
 
 Ways = dict[int, tuple[Partition, float]]
+KEPT = 64  # batches whose predictions are kept
+UNKNOWN = 1e-9  # seconds of a byte of a store that wasn't measured
 
 
 class Divider:
@@ -38,6 +44,9 @@ class Divider:
         # by the code of a program
         self._exchanges: dict[tuple[str, AttentionWay], Exchanges] = {}
         self._attentions: dict[str, list[Attention]] = {}
+        self._predicted: LruCache[Hashable, Ways] = LruCache(KEPT)
+        self._chosen: LruCache[Hashable, tuple[AttentionWays, float]] = LruCache(KEPT)
+        self._frames: LruCache[Hashable, Frame] = LruCache(KEPT)
 
     def exchanges(
         self, program: Program, member: Member, way: AttentionWay = "gathered"
@@ -60,19 +69,21 @@ class Divider:
         self, program: Program, members: Sequence[Member], ranks: int, costs: LinkCosts
     ) -> Ways:
         """Return, by degree, the shares of a batch's members and the predicted seconds."""
+        key = batch_of(program, members), ranks, costs, self.work.flop(costs.flop)
+        return self._predicted.find(key, lambda: self._ways(program, members, ranks, costs))
+
+    def _ways(
+        self, program: Program, members: Sequence[Member], ranks: int, costs: LinkCosts
+    ) -> Ways:
         work = [self.work.of(program, member) for member in members]
-        splits = self._splits(program)
-        sending = [
-            self.exchanges(program, members[0], way) for way in splits if way != "keys by rank"
-        ]
+        gathered, exchanges = self._splits(program)["gathered"], self.exchanges(program, members[0])
         found: Ways = {}
         flop = self.work.flop(costs.flop)
         for shares in divisions([one.total for one in work], ranks):
-            texts = shared_texts(splits["gathered"], members, work, shares, costs, flop)
+            texts = shared_texts(gathered, members, work, shares, costs, flop)
             way = replace(shares, texts=texts)
-            seconds = min(
-                step_seconds(exchanges, members, work, way, costs, flop) for exchanges in sending
-            )
+            seconds = step_seconds(exchanges, members, work, way, costs, flop)
+            seconds -= self._quickest(program, None, members, way, costs)[1]
             found.setdefault(degree_of(way), (way, seconds))
         return found
 
@@ -101,16 +112,33 @@ class Divider:
         costs: LinkCosts,
     ) -> AttentionWays:
         """Return the way of each attention for which a batch is predicted to be the quickest."""
+        return self._quickest(program, frame, members, partition, costs)[0]
+
+    def _quickest(
+        self,
+        program: Program,
+        frame: Frame | None,
+        members: Sequence[Member],
+        partition: Partition,
+        costs: LinkCosts,
+    ) -> tuple[AttentionWays, float]:
+        """Return the ways of attentions, and the seconds that they save against gathered keys."""
         splits = self._splits(program)
         if not any(partition.cut) or len(splits) == 1:
-            return "gathered"
+            return "gathered", 0.0
         if program.code not in self._attentions:
             widths = self.work.widths(program, members[0])
             self._attentions[program.code] = attentions_of(splits, widths)
-        work = [self.work.of(program, member) for member in members]
-        flop = self.work.flop(costs.flop)
+        flop, batch = self.work.flop(costs.flop), batch_of(program, members)
         found = self._attentions[program.code]
-        return quickest_ways(found, frame, members, work, partition, costs, flop)
+        whole = frame or self._frames.find(batch, lambda: frame_of(program, members))
+        loads = [load_seconds(whole, members, one.cached, costs) for one in found]
+
+        def quickest() -> tuple[AttentionWays, float]:
+            work = [self.work.of(program, member) for member in members]
+            return quickest_ways(found, loads, members, work, partition, costs, flop)
+
+        return self._chosen.find((batch, partition, costs, flop, tuple(loads)), quickest)
 
     def note(
         self,
@@ -150,6 +178,31 @@ class Divider:
                 found[way] = split
         assert "gathered" in found, self._programs.refusal(program)
         return found
+
+
+def batch_of(program: Program, members: Sequence[Member]) -> Hashable:
+    """Return what the predicted costs of a batch follow from."""
+    return program.code, tuple((member.sites, member.batch) for member in members)
+
+
+def frame_of(program: Program, members: Sequence[Member]) -> Frame:
+    """Return the frame of a batch of which only the sites count."""
+    layout = Layout(tuple(m.sites for m in members), tuple(m.batch for m in members))
+    return Frame(program.interface, layout, members[0].device, code=program.code)
+
+
+def load_seconds(
+    frame: Frame, members: Sequence[Member], names: Sequence[str], costs: LinkCosts
+) -> tuple[float, float]:
+    """Return the seconds in which cached rows of some inputs are read: from memory, from stores."""
+    memory, stores = costs.load * sum(frame.loaded_bytes(members, names).values()), 0.0
+    for name in names:
+        for rows, index in frame.stored(name, members):
+            parts = stored_parts(rows)
+            if parts:
+                line = parts[0].speed.line
+                stores += picked_bytes(rows, index) * (UNKNOWN if line is None else line[1])
+    return memory, stores
 
 
 def degree_of(partition: Partition) -> int:

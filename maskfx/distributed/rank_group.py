@@ -91,6 +91,7 @@ class RankGroup:
                 "compute on the CPU: move it there, or leave ranks out"
             )
         self.denoiser, self.given_costs = denoiser, costs
+        denoiser.reads_apart = True
         waits, restarts = waits or Waits(), restarts or Restarts()
         self.pool = RankPool(denoiser, ranks, threads, backend, waits, restarts, adapter_bytes)
         self.failures = 0  # steps that ran again because a rank failed
@@ -106,6 +107,7 @@ class RankGroup:
         self._here = threading.Lock()  # one step is computed in this process at a time
 
     joint = False  # it computes steps of one denoiser
+    reads_values = False  # the ranks compute what steps make of their arguments
 
     # What computes a batch.
 
@@ -157,7 +159,7 @@ class RankGroup:
         with computing_with(1), self.in_place(own.ranks).step(len(steps), shared):
             if own.divides:
                 return self.denoiser.step(steps, split=own)
-            if len(own.ranks) == 1:
+            if own.ranks is not None and len(own.ranks) == 1:
                 return self._runs.on_one(steps, own.ranks, lambda: own)
             return self._runs.run(steps, own.ranks, partial(self._dividing, ranks=own.ranks))
 
@@ -166,7 +168,7 @@ class RankGroup:
         if ranks is None and partition is None:
             return self
         if ranks is None:
-            return partial(self.compute, partition=partition)
+            return RankSet(self, None, partition)
         return self.on(ranks, partition)
 
     def here(self) -> AbstractContextManager[object]:
@@ -241,9 +243,6 @@ class RankGroup:
 
     def _divides(self, batch: RankBatch) -> bool:
         """Return True if the ranks can compute a batch."""
-        if batch.frame.by_stretch:
-            log.info("steps of %s whose patches are chosen while they run aren't split", self._name)
-            return False
         why = self._programs.refusal(batch.program)
         if why:
             log.info("steps of %s can't be split: %s", self._name, why)
@@ -285,6 +284,9 @@ class RankGroup:
                 requests = part_requests(self.pool, lease, part, batch.steps, self.late.alive)
             found = lease.processes.ask(requests)
             self.late.note(batch.steps, late, divisions, list(found.values()))
+        chosen = next(result.part.choices for result in found.values())
+        if chosen is not None:
+            chosen.repeat(batch.program.interface, batch.members)
         self.last = [found.get(number) for number in lease.ranks]
         seconds = [0.0 if one is None else one.seconds for one in self.last]
         self.divider.note(batch.plain, batch.members, partition, seconds, not any(late))
@@ -301,7 +303,7 @@ class RankGroup:
             return given
         # with given costs a step's division doesn't depend on earlier steps
         find = self.divider.chosen if self.given_costs is None else self.divider.predicted
-        found = find(batch.plain, batch.members, ranks, self.costs)
+        found = find(batch.plain, batch.expected[1], ranks, self.costs)
         return cut_evenly(found, list(map(late_exchange, batch.steps)))
 
     def _late(
@@ -316,7 +318,7 @@ class RankGroup:
 
     def _attention(self, batch: RankBatch, partition: Partition) -> AttentionWays:
         """Return the way of each attention for which the predicted step is the quickest."""
-        given = batch.plain, batch.frame, batch.members, partition, self.costs
+        given = batch.plain, *batch.expected, partition, self.costs
         return self.divider.attention_ways(*given)
 
     def free_ended(self) -> None:
@@ -344,12 +346,12 @@ class RankGroup:
 
 
 class RankSet:
-    """Computes batches, or whole steps, on some ranks of a group."""
+    """Computes batches, or whole steps, on some ranks of a group, or on all (None)."""
 
     def __init__(
         self,
         group: RankGroup,
-        ranks: tuple[int, ...],
+        ranks: tuple[int, ...] | None,
         partition: Partition | None = None,
         attention: AttentionWays | None = None,
     ) -> None:
@@ -357,6 +359,7 @@ class RankSet:
         self.partition, self.attention = partition, attention
 
     joint = False
+    reads_values = False
 
     @property
     def divides(self) -> bool:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from maskfx.distributed.restarts import Restarts
 from maskfx.ir.lru import LruCache
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, RowBlock
 from maskfx.runtime.cache.rolling.shared_block import RollingContents, RollingState, SharedBlock
+from maskfx.runtime.cache.rows import references
 from maskfx.runtime.cache.step_cache import StepCache, changed
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
@@ -86,6 +87,7 @@ class RankPool:
         self.ranks: RankProcesses | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="maskfx-ranks-")
         self._watch = Weights(denoiser.module)
+        self.ranged = True  # ranks read rows in a store by themselves
         self._sendable = type(denoiser) is CompiledDenoiser and can_be_sent(denoiser.module)
         if self._sendable:
             denoiser.share_memory()
@@ -108,7 +110,9 @@ class RankPool:
     def size(self) -> int:
         """The number of ranks that steps can have now."""
         ranks = self.ranks
-        return self.wanted if ranks is None else max(1, ranks.size)
+        if ranks is None:
+            return self.wanted if self._sendable else 1  # this process computes
+        return max(1, ranks.size)
 
     # Leases.
 
@@ -324,13 +328,19 @@ class RankPool:
         if cache.nbytes() < MAPPED:
             return False
         try:
-            shared = self._files.find(number, lambda: SharedValue(cache))
+            shared = self._files.find(number, lambda: self._shared(cache))
             file = shared.descriptor
             process.send("recording", number, shared.message, shared.nbytes, file=file)
         except (OSError, RuntimeError) as error:
             log.info("a recording is copied to ranks, as they can't map it: %s", error)
             return False
         return True
+
+    def _shared(self, cache: StepCache) -> SharedValue:
+        """Return a recording in a memory file; ranks read its rows in a store where they can."""
+        with suppress(Unsendable), references.kept() if self.ranged else nullcontext():
+            return SharedValue(cache)
+        return SharedValue(cache)
 
     def _rolling(self, cache: RollingCache, process: RankProcess) -> Any:
         """Return a rolling cache as it is sent; the rank maps the buffers with its rows.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+import threading
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +19,8 @@ from maskfx.config import Settings
 from maskfx.distributed.division.layout import RankLayout
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.exchanges.late_group import ExchangeOrigins
+from maskfx.distributed.stretch_sums import StretchChoices, StretchSums
+from maskfx.errors import CacheError
 from maskfx.ir.head_sources import AttentionWays
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
@@ -26,8 +31,11 @@ from maskfx.runtime.backends.graph_function import Run
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
+from maskfx.runtime.cache.rows import in_memory, stored_parts
+from maskfx.runtime.execution.stretch_steps import StretchSteps, choose_first
 from maskfx.runtime.lora.calls import adapted
 from maskfx.runtime.lora.stacks import StackCache
+from maskfx.runtime.sites.stretch_sites import StretchSites
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
 PROGRAMS = 32  # split programs and runners kept; adapters of other layers have other programs
@@ -41,11 +49,13 @@ class RankPart:
         outputs: The program's outputs: the rank's rows, or a value per request.
         emitted: The rank's rows of what a recording keeps; None for a tap that no member keeps.
         loaded: The bytes of cached rows that it read.
+        choices: The sites of stretches, if they were chosen in the step.
     """
 
     outputs: tuple[Tensor, ...]
     emitted: tuple[Tensor | None, ...] = ()
     loaded: int = 0
+    choices: StretchChoices | None = None
 
 
 class RankPrograms:
@@ -58,6 +68,7 @@ class RankPrograms:
         self.received: LruCache[Hashable, ExchangeOrigins] = LruCache(FRAMES)
         self._splits: LruCache[Hashable, SplitProgram | str] = LruCache(PROGRAMS)
         self._runners: LruCache[Hashable, Run] = LruCache(PROGRAMS)
+        self._by_stretch: LruCache[Hashable, StretchSteps] = LruCache(PROGRAMS)  # by way
         self._stacks = StackCache()
         self._packed: PackedWeights = WeakIdKeyDictionary()
 
@@ -75,10 +86,13 @@ class RankPrograms:
 
     def layout(self, whole: Layout, partition: Partition, rank: int) -> RankLayout:
         """Return where a rank's rows of a batch lie."""
-        return self.layouts.find(
-            (whole.sites, whole.batches, partition, rank),
-            lambda: RankLayout(whole.sites, whole.batches, partition=partition, rank=rank),
-        )
+
+        def made() -> RankLayout:
+            return RankLayout(whole.sites, whole.batches, partition=partition, rank=rank)
+
+        if any(isinstance(sites, StretchSites) for sites in whole.sites):
+            return made()  # its sites are those of this step alone
+        return self.layouts.find((whole.sites, whole.batches, partition, rank), made)
 
     def _frame(self, split: SplitProgram, way: Hashable, layout: RankLayout, whole: Frame) -> Frame:
         def made() -> Frame:
@@ -90,8 +104,11 @@ class RankPrograms:
                 adapters=self._stacks,
                 code=program.code,
                 originals=whole.originals,
+                by_stretch=whole.by_stretch,
             )
 
+        if whole.by_stretch:
+            return made()
         rows = layout.sites, layout.batches, layout.partition, layout.rank
         return self.frames.find((split.program.code, way, *rows, whole.device), made)
 
@@ -140,25 +157,38 @@ class RankPrograms:
             partition: The ranks' shares.
             group: The ranks, as this one sees them.
             attention, joined: See `split_program`.
+
+        Of members whose stretches are chosen in the step, nothing may be chosen yet.
         """
         split, way = self.split(program, attention, joined), (attention, joined)
         assert isinstance(split, SplitProgram), split
         layout = self.layout(whole.layout, partition, group.rank)
         frame = self._frame(split, way, layout, whole)
         inside = next((m.adapters.inside for m in members if m.adapters is not None), None)
+        given = members
         members = [
             member
             if partition.has_part(number, group.rank)
             else replace(member, cache=None, adapters=None)
             for number, member in enumerate(members)
         ]  # a rank may lack the rows and adapters of members that it has no part of
-        run = self._runner(split.program, way, recording, frame, inside is not None)
-        with within(group), adapted([(1, inside)]):
-            result = run(frame.fetch(members))
-        outputs, emitted = result if recording else (result, ())
+        result: Any
+        choices = None
         names = [n for n, s in split.program.interface.inputs.items() if isinstance(s, Cached)]
+        with within(group), adapted([(1, inside)]), reading_ahead(frame, members, names):
+            if frame.by_stretch:
+                sums = StretchSums.of(group, partition)
+                choose_first(program.interface, given)
+                steps = self._by_stretch.find(way, StretchSteps)
+                # the rows of all requests are mapped
+                result = steps.run(split.program, frame, given, frame.fetch(members), sums)
+                choices = StretchChoices.of(program.interface, given, sums.found)
+            else:
+                run = self._runner(split.program, way, recording, frame, inside is not None)
+                result = run(frame.fetch(members))
+        outputs, emitted = result if recording else (result, ())
         loaded = sum(frame.loaded_bytes(members, names).values())
-        return RankPart(tuple(outputs), tuple(emitted), loaded)
+        return RankPart(tuple(outputs), tuple(emitted), loaded, choices)
 
     def _runner(
         self,
@@ -178,6 +208,35 @@ class RankPrograms:
             return Runner(module, self.settings.prepack and not recording, self._packed)
 
         return self._runners.find((own.code, way, recording, intercepted), made)
+
+
+@contextmanager
+def reading_ahead(frame: Frame, members: Sequence[Member], names: Sequence[str]) -> Iterator[None]:
+    """Read rows in a store in a thread, input by input, while the graph computes.
+
+    What goes wrong is raised where the graph reads the rows.
+    """
+    caches = [member.cache for member in members if member.cache is not None]
+    if frame.by_stretch or not any(stored_parts(r) for c in caches for r in c.rows.values()):
+        yield
+        return
+    ended = threading.Event()
+
+    def read() -> None:
+        with suppress(CacheError):
+            for name in names:
+                for rows, index in frame.stored(name, members):
+                    if ended.is_set():
+                        return
+                    in_memory(rows, index)
+
+    thread = threading.Thread(target=read, daemon=True, name="maskfx reads ahead")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def joined(

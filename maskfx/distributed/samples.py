@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
@@ -17,14 +19,16 @@ from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import MaskfxError
 from maskfx.ir.lru import LruCache
 from maskfx.ir.objects import holds_objects
-from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.ir.values import copy_of
+from maskfx.runtime.cache.step_cache import StepCache, changed
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, is_fixed, late_exchange
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed, late_exchange
 from maskfx.runtime.validation.sample_arguments import (
     SampleArguments,
     count_listed,
     join_results,
 )
+from maskfx.runtime.validation.sample_calls import join_rows
 from maskfx.runtime.validation.validate import expand_timesteps
 
 KINDS = 256  # kept: shapes of calls of which it is known whether samples can be computed alone
@@ -34,9 +38,9 @@ class StepSamples:
     """Cuts steps of one denoiser into those of their samples.
 
     A dense step is cut if the module gives its samples the same results alone (it is run to find
-    out, once for all calls of the same kind), an edit if its program serves the samples. Recordings
-    stay whole, and so do edits that replace the rows which they read, and steps whose exchanges may
-    be late.
+    out, once for all calls of the same kind), an edit or a recording if its program serves the
+    samples. Edits that replace the rows which they read stay whole, and so do steps whose exchanges
+    may be late.
     """
 
     def __init__(self, denoiser: CompiledDenoiser) -> None:
@@ -48,18 +52,20 @@ class StepSamples:
 
     def of(self, step: AnyStep) -> list[AnyStep]:
         """Return the steps of each sample, or the step itself."""
-        if late_exchange(step) is not None or not (isinstance(step, DenseStep) or is_fixed(step)):
+        if late_exchange(step) is not None:
             return [step]
-        if isinstance(step, EditStep) and not cuttable(step):
+        if isinstance(step, EditStep) and not (is_fixed(step) and cuttable(step)):
             return [step]
-        calls = self._arguments(step.inputs)
+        calls = [] if has_one(step.inputs) else self._arguments(step.inputs)
         if len(calls) < 2:
             return [step]
         samples: list[AnyStep]
         if isinstance(step, DenseStep):
             samples = [replace(step, inputs=call) for call in calls]
             return samples if self._alike(samples) else [step]
-        assert isinstance(step, EditStep)
+        if isinstance(step, RecordStep):
+            samples = [replace(step, inputs=call) for call in calls]
+            return samples if self._served(step, samples) else [step]
         if step.cache.sizes.get("batch") != len(calls):
             return [step]
         caches = self._parts(step.cache, len(calls))
@@ -106,10 +112,11 @@ class StepSamples:
         )
         return len(groups) == 1
 
-    def _served(self, step: EditStep, samples: Sequence[AnyStep]) -> bool:
-        """Return True if an edit's program serves each of its samples."""
+    def _served(self, step: EditStep | RecordStep, samples: Sequence[AnyStep]) -> bool:
+        """Return True if the program of an edit or a recording serves each of its samples."""
         values, spec = pytree.tree_flatten(dict(step.inputs))
-        kind = (spec, step.cache.program, *map(shape_of, values))
+        program = step.cache.program if isinstance(step, EditStep) else ""
+        kind = (spec, program, *map(shape_of, values))
         return self._apart.find(kind, lambda: self._same_program([step, *samples]))
 
     def _same_program(self, steps: Sequence[AnyStep]) -> bool:
@@ -133,19 +140,58 @@ def cuttable(step: EditStep) -> bool:
     return type(step.cache) is StepCache and step.choice is None and bool(step.mask.any())
 
 
+def has_one(inputs: object) -> bool:
+    """Return True if it is plain that a call has one sample: the first axes have one item."""
+    values = inputs.values() if isinstance(inputs, Mapping) else ()
+    found = [value.shape[0] for value in values if isinstance(value, Tensor) and value.dim() > 2]
+    return bool(found) and max(found) == 1
+
+
 def shape_of(value: object) -> Hashable:
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (type(value),)
 
 
-def join_samples(counts: Sequence[int], results: Sequence[object]) -> Iterator[object]:
+def join_samples(
+    steps: Sequence[AnyStep], counts: Sequence[int], results: Sequence[Any]
+) -> Iterator[object]:
     """Yield the result of each step from those of its samples.
 
     Args:
-        counts: The number of samples of each step.
+        steps: The steps.
+        counts: The number of samples of each.
         results: Those of all samples, in order.
     """
     at = 0
-    for count in counts:
+    for step, count in zip(steps, counts, strict=True):
         own = results[at : at + count]
-        yield own[0] if count == 1 else join_results(own, listed=False)
         at += count
+        if count == 1:
+            yield own[0]
+        elif isinstance(step, RecordStep):
+            outputs, caches = zip(*own, strict=True)
+            yield join_results(outputs, listed=False), joined_recording(step, caches)
+        else:
+            yield join_results(own, listed=False)
+
+
+def joined_recording(step: RecordStep, parts: Sequence[StepCache]) -> StepCache:
+    """Return the recording of a step from those of its samples."""
+    first = parts[0]
+    columns = zip(*(part.output for part in parts), strict=True)
+    given: list[object] = []
+    if first.given:  # as they are, since some have no batch
+        given = [copy_of(value) for value in roles_.flatten(expand_timesteps(step.inputs))[1]]
+    found = changed(
+        first,
+        sizes={**first.sizes, "batch": len(parts)},
+        output=[torch.cat(own) if isinstance(own[0], Tensor) else own[0] for own in columns],
+        step={
+            name: torch.cat([part.step[name] for part in parts]) if value.dim() else value
+            for name, value in first.step.items()
+        },
+        rows={},
+        stats={},
+        given=given,
+    )
+    join_rows(found, parts)
+    return found

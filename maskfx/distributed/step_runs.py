@@ -109,6 +109,16 @@ class StepRuns:
         """
         samples = [self._samples.of(step) for step in steps]
         members = [sample for own in samples for sample in own]
+        with self._owner.denoiser.validated_once(members):
+            ordered = self._run(members, ranks, divided)
+        return list(join_samples(steps, list(map(len, samples)), ordered))
+
+    def _run(
+        self,
+        members: Sequence[AnyStep],
+        ranks: Sequence[int] | None,
+        divided: Callable[[Partition | None], Split],
+    ) -> list[object]:
         apart = [n for n, step in enumerate(members) if not can_be_whole(step)]
         free = [n for n in range(len(members)) if n not in apart]
         found: dict[int, object] = {}
@@ -120,8 +130,7 @@ class StepRuns:
             split = divided(None)
             results = self._owner.denoiser.step([members[n] for n in apart], split=split)
             found.update(zip(apart, results, strict=True))
-        ordered = [found[n] for n in range(len(members))]
-        return list(join_samples(list(map(len, samples)), ordered))
+        return [found[n] for n in range(len(members))]
 
     def on_one(
         self, steps: Sequence[AnyStep], ranks: Sequence[int], divided: Callable[[], Split]

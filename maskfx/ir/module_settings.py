@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 
 from torch import nn
 
 from maskfx.ir.callables import hooks_of, is_called, is_plain, lines_of
+from maskfx.ir.lent_methods import own_count, own_item, own_items
 
 
 def settings_of(module: nn.Module) -> str:
@@ -19,14 +20,14 @@ def settings_of(module: nn.Module) -> str:
     Callables of its parts that aren't modules, such as attention processors, hold some too, and the
     hooks of its parts are functions that a graph contains. The code that computes the module has
     all of them as constants, so a captured graph is valid for these values only. The module's own
-    hooks aren't among them: they act on its calls.
+    hooks aren't among them: they act on its calls. Neither are methods that a step lends to parts.
     """
     found = hashlib.sha256()
     for name, part in module.named_modules():
         found.update(f"{name} {type(part).__name__} {part.training}".encode())
         for line in state_of(part):
             found.update(line.encode())
-        for key, value in vars(part).items():
+        for key, value in own_items(vars(part)):
             if not key.startswith("_") and is_called(value):
                 for line in (f"{key}:", *lines_of(value), *state_of(value)):
                     found.update(line.encode())
@@ -68,33 +69,36 @@ class SeenValues:
         self._module, self._parts = module, list(module.modules())
         self._places = [vars(part) for part in self._parts]
         for values in list(self._places):
-            called = (v for k, v in values.items() if not k.startswith("_") and is_called(v))
+            called = (v for k, v in own_items(values) if not k.startswith("_") and is_called(v))
             self._places += [vars(value) for value in called if hasattr(value, "__dict__")]
-        slots = [(p, k) for p in self._places for k, v in p.items() if is_read(k, v)]
-        plain = [slot for slot in slots if is_plain(slot[0][slot[1]])]
-        other = [slot for slot in slots if not is_plain(slot[0][slot[1]])]
+        slots = [(p, k, v) for p in self._places for k, v in own_items(p) if is_read(k, v)]
+        plain = [slot for slot in slots if is_plain(slot[2])]
+        other = [slot for slot in slots if not is_plain(slot[2])]
         self._plain, self._other = columns(plain), columns(other)
-        self._sizes = list(map(len, self._places))
+        self._sizes = list(map(own_count, self._places))
         self._hooks = [hooks for part in self._parts[1:] for hooks in hooks_of(part)]
         self._hooked = list(self._hooking())
-        self._values = copy.deepcopy(list(map(dict.get, *self._plain)))
+        self._values = copy.deepcopy([value for _, _, value in plain])
         self._types = list(map(type, self._values))  # 1 equals True
-        self._objects = list(map(dict.get, *self._other))  # held, so that identities stay theirs
+        self._objects = [value for _, _, value in other]  # held, so that identities stay theirs
         self._identities = list(map(id, self._objects))
 
     def changed(self) -> bool:
         """Return True if a value may have changed since."""
         try:
-            return (
-                list(self._module.modules()) != self._parts
-                or list(map(len, self._places)) != self._sizes
-                or list(map(id, map(dict.get, *self._other))) != self._identities
-                or list(map(type, map(dict.get, *self._plain))) != self._types
-                or list(map(dict.get, *self._plain)) != self._values
-                or list(self._hooking()) != self._hooked
-            )
+            return self._differ(dict.get, len) and self._differ(own_item, own_count)
         except (RuntimeError, ValueError):  # an array in place of a plain value
             return True
+
+    def _differ(self, get: Callable[..., object], count: Callable[..., int]) -> bool:
+        return (
+            list(self._module.modules()) != self._parts
+            or list(map(count, self._places)) != self._sizes
+            or list(map(id, map(get, *self._other))) != self._identities
+            or list(map(type, map(get, *self._plain))) != self._types
+            or list(map(get, *self._plain)) != self._values
+            or list(self._hooking()) != self._hooked
+        )
 
     def _hooking(self) -> Iterator[object]:
         """Return the hooks of all parts."""
@@ -117,9 +121,9 @@ def is_read(key: str, value: object) -> bool:
 
 
 def columns(
-    slots: list[tuple[dict[str, object], str]],
+    slots: list[tuple[dict[str, object], str, object]],
 ) -> tuple[list[dict[str, object]], list[str]]:
-    return [part for part, _ in slots], [key for _, key in slots]
+    return [part for part, _, _ in slots], [key for _, key, _ in slots]
 
 
 class Switches:
@@ -132,7 +136,7 @@ class Switches:
         found = [
             (vars(part), key, value)
             for part in module.modules()
-            for key, value in vars(part).items()
+            for key, value in list(vars(part).items())
             if not key.startswith("_") and key != "training" and isinstance(value, bool)
         ]
         self._parts = [part for part, _, _ in found]
@@ -188,7 +192,7 @@ def state_of(part: object) -> Iterator[str]:
     Others are often bookkeeping, which changes from call to call; None may be a table that the
     first call fills. Names of wrapped functions are skipped: offloading wraps `forward`.
     """
-    for key, value in getattr(part, "__dict__", {}).items():
+    for key, value in own_items(getattr(part, "__dict__", {})):
         if key.startswith("__"):
             continue
         known = value is not None and not key.startswith("_") and is_plain(value)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from maskfx.ops.attention import attend_with_weights
 from maskfx.ops.base import define, join, pieces, wide
+from maskfx.ops.norms import group_moments
 
 
 class Group(Protocol):
@@ -134,10 +135,7 @@ def own_moments(rows: Tensor, rest: Tensor, spans: Tensor, groups: int) -> Tenso
     for i, span in enumerate(spans.tolist()):
         found = join(pieces(rows, span), rows)
         if len(found):
-            grouped = found.to(kind).reshape(len(found), groups, -1).transpose(0, 1).flatten(1)
-            spread, mean = torch.var_mean(grouped, 1, correction=0)
-            own[i, :, 0], own[i, :, 1] = grouped.shape[1], mean
-            own[i, :, 2] = spread * grouped.shape[1]
+            own[i] = group_moments(found.flatten(1).to(kind), groups)
     return own
 
 

@@ -55,6 +55,19 @@ def _moments(own: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variance
 
 
+def group_moments(own: Tensor, groups: int) -> Tensor:
+    """Return (groups, 3): count, mean and M2 of rows, from the moments of each channel."""
+    means, variances = (_array(found.view(groups, -1)) for found in _moments(own))
+    size, number = means.shape[1], own.shape[0] * means.shape[1]
+    middle = means.sum(1) / size
+    around = means - middle[:, None]
+    out = own.new_empty(groups, 3)
+    into = _array(out)
+    into[:, 0], into[:, 1] = number, middle
+    into[:, 2] = (variances + around * around).sum(1) * own.shape[0]
+    return out
+
+
 def _merge_moments(
     number: Values, fresh: Values, rest: Values, eps: float
 ) -> tuple[Values, Values]:

@@ -52,7 +52,10 @@ class EditPolicy:
         """Return what a call at this step becomes; `steps` is None if their number is unknown."""
         if step < self.quality.first or self._is_last(step, steps):
             return CallKind.DENSE
-        return CallKind.SESSION if self.recorded is None else CallKind.TEMPLATE
+        if self.recorded is not None:
+            return CallKind.TEMPLATE
+        reads_none = self.quality.refresh == 1 and self.quality.patches is None
+        return CallKind.DENSE if reads_none else CallKind.SESSION
 
     def following(self, step: int, steps: int | None) -> int | None:
         """Return the next computed step if its calls are edits of the template, else None."""

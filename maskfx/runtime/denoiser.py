@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +94,15 @@ class CompiledDenoiser(CopiedByModule):
             (self._batcher, self._samples),
             self._lock,
         )
+        self.validated_once = partial(self._validator.held, lock=self._lock)
         self.in_place = self._changes.in_place
         self.watch_settings = self._changes.watch_settings
         self.planner: Planner | None = None
+        self.reads_apart = False  # whether other processes read what they need of stored rows
         self.level_shares: tuple[LevelShare, ...] = ()  # of its FLOPs, for predictions of costs
         if example_inputs is not None:
             self._changes.choose()
             self._validator.inputs(example_inputs)
-
-    # What a denoiser of exported graphs has in other forms.
 
     def _find_weights(self) -> Weights:
         return Weights(self.module)

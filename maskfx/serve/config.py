@@ -124,6 +124,8 @@ class ServeSettings(BaseModel):
     model: str | None = None  # folder or hub id; None: the shipped model; "fake": test model
     # ControlNets that the model's pipeline gets: folders, hub ids, names of what ships with it
     controlnets: Names = ()
+    ip_adapters: Names = ()  # that it gets: safetensors files, or folders with one
+    image_encoder: Path | None = None  # of the IP-Adapters; None: the model's, or beside the first
     served_model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)  # 0: any free port

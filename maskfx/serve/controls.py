@@ -14,8 +14,10 @@ NONE = "none"  # the value of the field `controlnet` for a request without any
 Chosen = list[tuple[str, float | None]]  # nets, with their scales if they are given
 
 
-def nets_in(text: str | None, nets: Sequence[str]) -> Chosen:
+def nets_in(text: str | None, nets: Sequence[str], param: str = "controlnet") -> Chosen:
     """Return the ControlNets that the field `controlnet` chooses of a model's; all by default.
+
+    IP-Adapters are chosen likewise, by the field `param`.
 
     Raises ApiError for a name that the model doesn't have, and for one that comes twice.
     """
@@ -28,7 +30,7 @@ def nets_in(text: str | None, nets: Sequence[str]) -> Chosen:
     for place, name in enumerate(names):
         if name not in nets or name in names[:place]:
             problem = "is named twice" if name in nets else f"isn't one of {', '.join(nets)}"
-            raise ApiError("invalid_value", f"controlnet: {name!r} {problem}.", param="controlnet")
+            raise ApiError("invalid_value", f"{param}: {name!r} {problem}.", param=param)
     return [(name, float(scale) if scale else None) for name, _, scale in pairs]
 
 

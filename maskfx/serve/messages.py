@@ -20,7 +20,7 @@ Shape = tuple[int, ...]  # of an array of pixels, one byte each
 
 
 class Job(msgspec.Struct, frozen=True, tag="job", kw_only=True):
-    """A request to run; the pixels of images, mask and control images follow in this order."""
+    """A request to run; the pixels of its pictures follow, as `Pictures.arrays` orders them."""
 
     id: str  # unique in this server, unlike the request's
     attempt: int  # of this request; replies contain it, so that late ones are recognised
@@ -28,6 +28,7 @@ class Job(msgspec.Struct, frozen=True, tag="job", kw_only=True):
     images: list[Shape] = []
     mask: Shape | None = None
     controls: list[Shape] = []
+    shown: list[Shape] = []  # to IP-Adapters
     left: float | None = None  # seconds until the deadline
     traced: bool = False  # whether to send its spans
 
@@ -83,6 +84,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     slots: int  # concurrent requests
     controls: int = 1
     nets: list[str] = []  # names of the ControlNets
+    ip_adapters: list[str] = []  # names of the IP-Adapters
     margin: int = 0
     every: int = 1
     least: int = LEAST
@@ -101,6 +103,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 
     running: int = 0
     cache: dict[str, int] = {}  # counters and bytes per tier: "hits.host", "bytes.disk"
+    aside: list[str] = []  # jobs that wait for an adapter or another one's recording
 
 
 class Logged(msgspec.Struct, frozen=True, tag="logged"):

@@ -29,7 +29,7 @@ REUSE = r"^(off|judge|[0-9](\.[0-9]{1,6})?)$"  # of patches; a number is a relat
 SEEDS = 2**63 - 1
 CONTROLS = 16  # control images of a request, at most
 MODE = 63  # number of a kind of control images, at most
-SCALE = 10.0  # of a ControlNet's results, at most
+SCALE = 10.0  # of the results of a ControlNet or an IP-Adapter, at most
 NET = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(:(10(\.0{1,4})?|[0-9](\.[0-9]{1,4})?))?"
 NETS = rf"^{NET}(,{NET}){{0,15}}$"  # NAME or NAME:SCALE, or none
 
@@ -49,10 +49,12 @@ class Pictures:
     images: tuple[Pixels, ...] = ()  # upright; the first one is edited
     mask: Mask | None = None  # of the first image's size
     controls: tuple[Pixels, ...] = ()  # one per ControlNet, or per kind that one takes
+    shown: tuple[Pixels, ...] = ()  # to IP-Adapters, of any size
 
     def arrays(self) -> list[Pixels | Mask]:
-        """Return the images, then the mask if there is one, then the control images."""
-        return [*self.images, *(() if self.mask is None else (self.mask,)), *self.controls]
+        """Return images, mask if there is one, control images, what IP-Adapters are shown."""
+        mask = () if self.mask is None else (self.mask,)
+        return [*self.images, *mask, *self.controls, *self.shown]
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     control_end: Annotated[
         float | None, Parameter("control_guidance_end", argument=True), Field(gt=0, le=1)
     ] = None
+    guess_mode: Annotated[
+        bool | None,
+        Parameter("guess_mode", argument=True),
+        Field(description="Whether ControlNets act without the prompt, with weights by depth."),
+    ] = None
     nets: Annotated[
         str | None,
         Parameter("controlnet"),
@@ -146,6 +153,24 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             pattern=NETS,
             description="Which ControlNets it uses: NAME, or NAME:SCALE, and more of them after "
             "commas, or none. All by default.",
+        ),
+    ] = None
+    ip_adapters: Annotated[
+        str | None,
+        Parameter("ip_adapter", pictures=True),
+        Field(
+            pattern=NETS,
+            description="Which IP-Adapters it uses: NAME, or NAME:SCALE, and more of them after "
+            "commas, or none. All by default, if there are pictures for them.",
+        ),
+    ] = None
+    ip_scale: Annotated[
+        list[Annotated[float, Field(ge=0, le=SCALE)]] | None,
+        Parameter("ip_adapter_scale", pictures=True),
+        Field(
+            min_length=1,
+            max_length=CONTROLS,
+            description="One number for all IP-Adapters, or one per IP-Adapter that is used.",
         ),
     ] = None
     late_control: Annotated[
@@ -251,6 +276,7 @@ class Card:
     loras: tuple[str, ...] = ()
     controls: int = 1  # control images of a request, if the model takes any: one per ControlNet
     nets: tuple[str, ...] = ()  # names of the ControlNets, if requests may choose some of them
+    ip_adapters: tuple[str, ...] = ()  # names of the IP-Adapters
     margin: int = 0  # sites around a mask that an edit computes, too
     every: int = 1  # an edit computes about every n-th step
     least: int = LEAST  # of steps that it computes, however few there are

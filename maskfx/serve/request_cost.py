@@ -30,6 +30,7 @@ def card_of(ready: Ready, name: str) -> Card:
         site=ready.site,
         controls=ready.controls,
         nets=tuple(ready.nets),
+        ip_adapters=tuple(ready.ip_adapters),
         margin=ready.margin,
         every=ready.every,
         least=ready.least,

@@ -76,15 +76,24 @@ def by_id(served: Served) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize(("seed", "decode_share"), [(1, 0.0), (2, 0.0), (3, 0.6)])
+@pytest.mark.parametrize(
+    ("seed", "decode_share", "expire"), [(1, 0.0, False), (2, 0.0, True), (3, 0.6, False)]
+)
 def test_one_event_per_change_equals_one_event_per_step(
-    scheduler: str, seed: int, decode_share: float
+    scheduler: str, seed: int, decode_share: float, expire: bool
 ) -> None:
     costs = replace_costs(load(CPU), decode_share=decode_share, around_beside=1 + decode_share)
     workload = replace(WORKLOADS[CPU], slo=4.0, steps=(5, 12))
     runs = [
         Simulation(
-            make_scheduler(scheduler, "cost", costs), costs, 3, 3, queue=20, host=5, plain=plain
+            make_scheduler(scheduler, "cost", costs),
+            costs,
+            3,
+            3,
+            queue=20,
+            host=5,
+            plain=plain,
+            expire=expire,
         ).run(demands(workload, costs, 150, 1.1, seed))
         for plain in (False, True)
     ]
@@ -93,6 +102,20 @@ def test_one_event_per_change_equals_one_event_per_step(
     counts = ("met", "dropped", "refused", "came", "steps")
     assert [getattr(quick, n) for n in counts] == [getattr(plain, n) for n in counts]
     assert quick.came == len(quick.latency) + quick.dropped + quick.refused
+
+
+def test_late_requests_end_in_the_queue_and_in_the_batch() -> None:
+    """Steps of 0.1 s: one is done, one ends within its batch, one before it starts."""
+    costs = FittedCosts(base=0.1, per_request=0.0, per_site=0.0)
+    work = Work(100, 4096, 10)
+    dues = (1.1, 0.45, 0.4)
+    coming = [Demand(str(n), work, 0.0, due) for n, due in enumerate(dues)]
+    router = make_router("requests")
+    scheduler = FcfsScheduler(costs, router, drop=False)
+    found = Simulation(scheduler, costs, 1, 2, expire=True).run(coming)
+    assert (found.met, found.dropped) == (1, 2)
+    assert by_id(found) == pytest.approx({"0": 1.0})
+    assert found.steps == 10
 
 
 def test_a_template_is_read_once_and_stays_while_there_is_room() -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,14 +21,21 @@ from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.processes import RankProcesses
 from maskfx.distributed.rank_group import RankGroup
-from maskfx.errors import InputError
+from maskfx.errors import CacheError, InputError
+from maskfx.ir.head_sources import WAYS
+from maskfx.runtime.cache import stored_steps
 from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
+from maskfx.runtime.cache.serialize import LENGTH, encode
+from maskfx.runtime.cache.step_cache import has_unread
+from maskfx.runtime.cache.stored_steps import decode_parts
+from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.steps import LateExchange, SplitRun
 from tests.distributed import tiny
 from tests.distributed.test_ranks import BOUND, cache_error, error, shares
 from tests.factories import emulated
 from tests.factories.lora import update_of
 from tests.factories.masks import MASKS
+from tests.factories.step_caches import key
 from tests.factories.thread_ranks import ThreadRanks
 from tests.runtime.validation import test_sample_calls as ragged
 
@@ -186,6 +194,49 @@ def test_the_number_of_ranks_changes_from_step_to_step(denoiser: CompiledDenoise
         group.stop()
     assert worst(denoiser.step(steps, group), wanted) < BOUND
     assert group.computed_here == 1
+
+
+def test_without_room_for_weights_no_ranks_count(
+    denoiser: CompiledDenoiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_pool, "can_be_sent", lambda module: False)
+    group = RankGroup(denoiser, 2)
+    assert group.pool.size == 1
+    steps = edit_and_dense(denoiser, 3)
+    assert worst(group.run(denoiser, steps), denoiser.step(steps)) < BOUND
+    assert group.computed_here == 1
+
+
+@pytest.mark.slow
+def test_ranks_read_a_stored_recording_by_themselves(
+    denoiser: CompiledDenoiser, group: RankGroup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Until the entry is damaged: then the step fails as it does in one process."""
+    monkeypatch.setattr(rank_pool, "MAPPED", 0)
+    monkeypatch.setattr(stored_steps, "BEGINNING", LENGTH.size)  # no rows are read with the header
+    edit, _ = edit_and_dense(denoiser)
+    assert isinstance(edit, EditStep)
+    (wanted,), store = denoiser.step([edit]), Store(tmp_path)
+    assert store.put(key(), encode(edit.cache))
+    for way in WAYS:
+        split = group.on(2, Partition(((1.0, 1.0),)), way)
+        parts = store.parts(key())
+        assert parts is not None
+        cache = decode_parts(parts)
+        assert cache is not None
+        assert error(denoiser.step([replace(edit, cache=cache)], split)[0], wanted) < BOUND
+        assert has_unread(cache)  # here
+    assert group.computed_here == group.failures == 0
+    (path,) = tmp_path.glob("*.maskfx")
+    parts = store.parts(key())
+    assert parts is not None
+    cache = decode_parts(parts)
+    assert cache is not None
+    data = bytearray(path.read_bytes())
+    data[-len(data) // 3 :] = bytes(len(data[-len(data) // 3 :]))
+    path.write_bytes(data)
+    with pytest.raises(CacheError, match="record its template again"):
+        denoiser.step([replace(edit, cache=cache)], split)
 
 
 @pytest.mark.slow

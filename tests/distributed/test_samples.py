@@ -54,7 +54,7 @@ def test_samples_of_dense_steps_and_edits(denoiser: CompiledDenoiser) -> None:
     assert counts == [2, 3, 2, 3]
     every = [one for found in samples for one in found]
     assert {_rows(step) for step in every} == {1}
-    got = join_samples(counts, denoiser.step(every))
+    got = join_samples(steps, counts, denoiser.step(every))
     for ours, wanted in zip(got, denoiser.step(steps), strict=True):
         assert error(ours, wanted) < BOUND
 
@@ -73,13 +73,33 @@ def test_what_stays_the_same_from_step_to_step_gives_the_same_objects(
         assert one.inputs["sample"] is not other.inputs["sample"]
 
 
+def test_samples_of_recordings(denoiser: CompiledDenoiser) -> None:
+    """The joined recording serves edits of the whole call, as the whole one does."""
+    own = (update_of(denoiser.module, 4, 1),)
+    given = tiny.inputs(3, batch=2)
+    for step in (RecordStep(given), RecordStep(given, own)):
+        samples = StepSamples(denoiser).of(step)
+        assert len(samples) == 2
+        found: Any = next(join_samples([step], [2], denoiser.step(samples)))
+        output, cache = found
+        wanted, whole = denoiser.step([step])[0]
+        assert error([output], [wanted]) < BOUND
+        assert (cache.sizes, cache.adapters) == (whole.sizes, whole.adapters)
+        assert cache.constants == whole.constants
+        assert all(torch.equal(value, whole.step[name]) for name, value in cache.step.items())
+        mask, later = MASKS["random"]((8, 8), 1), {**given, "sample": torch.randn(2, 4, 8, 8)}
+        edits = [EditStep(later, mask, one, adapters=step.adapters) for one in (cache, whole)]
+        first, second = denoiser.step(edits)
+        assert error([first], [second]) < BOUND
+
+
 def test_steps_that_stay_whole(denoiser: CompiledDenoiser) -> None:
     edit, late = an_edit(denoiser, 1, 2), LateExchange(SplitRun(), 0)
     rolling = RollingPool(1 << 24).start(denoiser.programs[edit.cache.program], edit.cache)
     steps: list[Any] = [
         DenseStep(tiny.inputs(1)),
         DenseStep(tiny.inputs(1, batch=2), late=late),
-        RecordStep(tiny.inputs(1, batch=2)),
+        RecordStep(tiny.inputs(1)),
         replace(edit, mask=torch.zeros(8, 8, dtype=torch.bool)),
         replace(edit, late=late),
         EditStep(edit.inputs, edit.mask, rolling, record=True),

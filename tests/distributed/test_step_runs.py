@@ -45,15 +45,35 @@ def check(denoiser: CompiledDenoiser, group: RankGroup, steps: list[Any]) -> Non
 
 
 def test_branches_are_whole_and_what_is_left_is_divided(
-    denoiser: CompiledDenoiser, group: RankGroup
+    denoiser: CompiledDenoiser, group: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both branches of a dense step and of an edit; then one dense step alone, and three."""
-    for step in (DenseStep(tiny.inputs(1, batch=2)), an_edit(denoiser, 2, 2)):
+    """Both branches of dense steps, recordings and edits; then one dense step alone, and three.
+
+    Arguments are validated once, and what is made of them is computed by the ranks alone.
+    """
+    made: list[object] = []
+
+    def counted(name: str, usual: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            made.append(name)
+            return usual(*given, **named)
+
+        return call
+
+    branches = tiny.inputs(1, batch=2)
+    for step in (DenseStep(branches), RecordStep(branches), an_edit(denoiser, 2, 2)):
         check(denoiser, group, [step])
         assert [type(one) for one in group.last] == [WholeResult] * 2
         assert [one.sent for one in group.last if one is not None] == [0, 0]
     for count in (1, 3):
-        check(denoiser, group, [DenseStep(tiny.inputs(seed)) for seed in range(count)])
+        steps = [DenseStep(tiny.inputs(seed)) for seed in range(count)]
+        check(denoiser, group, steps)
+        for owner, name in ((denoiser._known, "serving"), (denoiser._executor.sides, "run")):
+            monkeypatch.setattr(owner, name, counted(name, getattr(owner, name)))
+        group.run(denoiser, steps)
+        monkeypatch.undo()
+        assert made == ["serving"] * count
+        made.clear()
         assert [type(one) for one in group.last] == [PartResult] * 2
         assert all(one is not None and one.sent > 0 for one in group.last)
     assert group.computed_here == group.failures == 0

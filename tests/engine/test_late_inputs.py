@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from tests.factories import more_pipelines  # noqa: F401 - adds pipelines
 from tests.factories.lora import update_of
 from tests.factories.masks import MASKS
 from tests.factories.pipelines import PIPES, anew, call_of, square
+from tests.factories.run_programs import programs
 from tests.factories.zoo import ZOO
 
 FLUX = "FluxControlNetInpaintPipeline"
@@ -44,12 +44,6 @@ NAMES = [
     pytest.param("StableDiffusionXLControlNetUnionInpaintPipeline", marks=pytest.mark.slow),
 ]
 STEPS = 3
-
-
-@cache
-def programs() -> str:
-    """A directory of compiled programs, from which the nets' processes load theirs."""
-    return tempfile.mkdtemp(prefix="maskfx-tests-")
 
 
 @cache

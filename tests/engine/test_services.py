@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from maskfx.runtime.identity import identity_of
 from maskfx.runtime.transport.sendable import kept_by
 from tests.factories import more_pipelines  # noqa: F401 - adds pipelines
 from tests.factories.pipelines import PIPES, anew, call_of, distance, square
+from tests.factories.run_programs import programs
 from tests.factories.zoo import ZOO
 
 FLUX = "FluxControlNetInpaintPipeline"
@@ -34,11 +34,6 @@ MULTI = "StableDiffusionControlNetInpaintPipeline-multi"
 UNION = "StableDiffusionXLControlNetUnionInpaintPipeline"
 STEPS = 3
 TOGETHER = maskfx.BatchPolicy(patience=2.0)
-
-
-@cache
-def programs() -> str:
-    return tempfile.mkdtemp(prefix="maskfx-tests-")
 
 
 def compiled(pipe: Any) -> Any:

@@ -74,6 +74,34 @@ def test_splits_are_slices(tmp_path: Path, dtype: torch.dtype) -> None:
             assert torch.equal(torch.from_numpy(a), b)
 
 
+class Moving(nn.Module):
+    """Rolls by halves of a size, and splits into chunks of an unknown one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        half = x.shape[1] // 2
+        rolled = x.roll((half, 1), (1, 0)).roll(-half, 1) * self.weight[:, None]
+        return rolled, *x.cos().chunk(2, 1), *x.sin().split(half, 1)
+
+
+def test_rolls_and_chunks_of_unknown_sizes_are_slices(tmp_path: Path) -> None:
+    """A result may have the name of a weight."""
+    runtime = pytest.importorskip("onnxruntime")
+    shapes = ({1: 2 * Dim("half", min=2)},)
+    program = torch.export.export(Moving(), (torch.randn(4, 8),), dynamic_shapes=shapes)
+    path = tmp_path / "x.onnx"
+    names = ["weight", *"abcd"]
+    formats.OnnxWriter(tmp_path).write(program, {path: names})
+    for width in (8, 12):
+        x = torch.randn(4, width)
+        found = runtime.InferenceSession(str(path)).run(None, {"x": x.numpy()})
+        for a, b in zip(found, Moving()(x), strict=True):
+            assert error(torch.from_numpy(a), b) < 1e-5
+
+
 class Mixing(nn.Module):
     """Computes with numbers of several types, which ONNX wants to be cast."""
 

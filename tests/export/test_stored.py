@@ -143,7 +143,7 @@ def test_a_step_of_another_schema_and_foreign_bytes_are_refused(tmp_path: Path):
     with pytest.raises(CacheError, match="are no recorded step"):
         decode_step(payload[:100])
     with pytest.raises(CacheError, match="has schema 7, this maskfx reads"):
-        decode_step(payload.replace(b'\\"schema\\": 4', b'\\"schema\\": 7'))
+        decode_step(payload.replace(b'\\"schema\\": 5', b'\\"schema\\": 7'))
 
 
 def test_a_missing_file_is_named(tmp_path: Path):

@@ -3,6 +3,7 @@
 from tests.factories import (  # noqa: F401
     own_blocks,
     own_calls,
+    own_experts,
     own_frames,
     own_lines,
     own_mixtures,

@@ -109,7 +109,7 @@ class Told:
             self.answers.put(message)
 
     def answer(self) -> Made | Failed:
-        return self.answers.get(timeout=120)
+        return self.answers.get(timeout=300)
 
 
 class Served:

@@ -6,10 +6,12 @@ tests, and to find out what a split exchanges and loads.
 
 from __future__ import annotations
 
+import pickle
 import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
 
@@ -25,7 +27,9 @@ from maskfx.distributed.rank_step import RankPart, RankPrograms, joined
 from maskfx.ir.head_sources import AttentionWays
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
+from maskfx.runtime.sites.stretch_sites import StretchSites
 
 
 class Boxes:
@@ -91,6 +95,20 @@ def for_members(partition: Partition, count: int) -> Partition:
     return Partition(*zip(*islice(own, count), strict=True))
 
 
+def copied(frame: Frame, members: Sequence[Member]) -> tuple[Frame, list[Member]]:
+    """Return a batch whose stretches a rank chooses for itself."""
+    choices = {id(m.choice): pickle.loads(pickle.dumps(m.choice)) for m in members}
+    found = []
+    for member in members:
+        sites = member.sites
+        assert sites.mask is not None
+        own = StretchSites(sites.pyramid, sites.sizes, sites.mask)
+        found.append(replace(member, sites=own, choice=choices[id(member.choice)]))
+    layout = Layout(tuple(m.sites for m in found), tuple(m.batch for m in found))
+    whole = Frame(frame.interface, layout, frame.device, code=frame.code, by_stretch=True)
+    return whole, found
+
+
 class ThreadRanks:
     """Splits batches over threads; pass it to `CompiledDenoiser.step` as `split`.
 
@@ -151,7 +169,8 @@ class ThreadRanks:
         def part(rank: int) -> RankPart | None:
             if not any(partition.has_part(m, rank) for m in range(len(members))):
                 return None
-            given = program, recording, frame, members, partition, around[rank], attention
+            whole, own = copied(frame, members) if frame.by_stretch else (frame, members)
+            given = program, recording, whole, own, partition, around[rank], attention
             return self.programs.run(*given, not any(late))
 
         with ThreadPoolExecutor(partition.ranks) as pool:
@@ -161,6 +180,9 @@ class ThreadRanks:
             raise error  # what made the others wait in vain first
         parts = [one.result() for one in running]
         self.batches += 1
+        chosen = next(found.choices for found in parts if found is not None)
+        if chosen is not None:
+            chosen.repeat(program.interface, members)
         if any(late):
             present = [one for one, found in zip(around, parts, strict=True) if found is not None]
             kept = [PartResult(parts[one.rank], 0, 0.0, one.kept()) for one in present]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maskfx import ops
-from maskfx.ops.exchange import merge_moments, within
+from maskfx.ops.exchange import merge_moments, own_moments, within
 from tests.factories.thread_ranks import Boxes, ThreadGroup
 
 KEYS = torch.tensor([[0, 3]]), torch.tensor([[0, 4]])
@@ -44,6 +44,19 @@ def test_moments_merge_to_those_of_all_numbers() -> None:
     for cut in (0, 1, 17, 40):
         merged = merge_moments(moments(value[:cut]), moments(value[cut:]))
         assert torch.allclose(merged, moments(value), rtol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+def test_moments_of_a_rank_are_those_of_double_precision(offset: float) -> None:
+    rows = numbers(50, 12) * torch.arange(1.0, 13) + offset
+    rest = torch.zeros(2, 3, 3)
+    found = own_moments(rows, rest, torch.tensor([[0, 10, 20, 50], [10, 20, 0, 0]]), 3)
+    for own, numbers_ in zip(found, (torch.cat([rows[:10], rows[20:]]), rows[10:20]), strict=True):
+        groups = numbers_.double().view(-1, 3, 4).transpose(0, 1).flatten(1)
+        spread, mean = torch.var_mean(groups, 1, correction=0)
+        count = torch.full((3,), float(groups.shape[1]), dtype=torch.double)
+        wanted = torch.stack([count, mean, spread * count], 1)
+        assert torch.allclose(own.double(), wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("cut", [0, 2, 5, 12])

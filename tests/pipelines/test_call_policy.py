@@ -37,6 +37,9 @@ def test_without_dense_steps_all_are_edits() -> None:
     assert kinds(EditPolicy(Quality(), 3), 3, 3) == "ttt"
     assert kinds(EditPolicy(Quality()), 3, 3) == "sss"
     assert not EditPolicy(Quality()).ignores_last(None)
+    assert kinds(EditPolicy(Quality(refresh=1)), 3, 3) == "ddd"
+    assert kinds(EditPolicy(Quality(refresh=1), 3), 3, 3) == "ttt"
+    assert kinds(EditPolicy(Quality(refresh=1, patches=0.1)), 3, 3) == "sss"
 
 
 def test_only_edits_of_the_template_have_a_following_one() -> None:

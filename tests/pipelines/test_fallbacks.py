@@ -17,6 +17,8 @@ import maskfx
 import tests.factories.more_pipelines  # noqa: F401  (they enlist themselves)
 from maskfx.compiler.capture.export import export_as_answered
 from maskfx.errors import CacheError, InputError
+from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.quality import Quality
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.execution.executor import BatchExecutor
 from maskfx.runtime.steps import EditStep
@@ -32,6 +34,7 @@ from tests.factories.pipelines import (
     noise,
     picture,
     pipe_of,
+    plain,
     square,
 )
 
@@ -347,3 +350,10 @@ def test_a_pipeline_that_takes_no_denoiser_is_an_error():
         InputError, match=r"no denoiser found: .*timestep argument; pass the denoiser"
     ):
         maskfx.compile(Upscaler(None))
+
+
+def test_a_run_that_computes_everything_captures_nothing() -> None:
+    pipe = maskfx.compile(PIPES[QUICK].build(), quality=Quality(reuse="steps", refresh=1))
+    found = latents(pipe, **call_of(PIPES[QUICK], 0, square()))
+    assert all(not d.compilations for d in pipeline_state_of(pipe).denoisers.values())
+    assert distance(found, latents(plain(QUICK), **call_of(PIPES[QUICK], 0, square()))) < 1e-6

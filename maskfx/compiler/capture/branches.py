@@ -25,14 +25,20 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.capture import lengths as lengths_
 from maskfx.compiler.capture.light_run import LightProducts, light_twin
 from maskfx.compiler.capture.roles import Argument, observed_sizes
+from maskfx.compiler.capture.routings import PRESUMED, Routings
 from maskfx.errors import CaptureError
 from maskfx.ir.lazy_module import LazyModule
+from maskfx.ir.lent_methods import lent
 from maskfx.ir.nodes import ancestors
 from maskfx.ir.objects import Watched, copy_tree, made_object, open_objects
 
 
 class Unexportable(CaptureError):
     """No choice of sizes makes the module exportable."""
+
+
+class BranchesOnSteps(CaptureError):
+    """Python branches on values that change from step to step."""
 
 
 @dataclass
@@ -152,7 +158,8 @@ def full_run(
 
     with torch.no_grad(), asking(plain), lengths_.reading(read):
         watched = Watched(inputs)
-        result = module(**inputs)
+        with Routings() if PRESUMED.get() else contextlib.nullcontext():
+            result = module(**inputs)
     if name := watched.written():
         raise Unexportable(f"it writes into its argument {name}")
     open_objects(result)
@@ -182,7 +189,6 @@ def going_by(
 ) -> Iterator[Followed]:
     """Make the module's forward follow a plain run, and also return the conditions it followed."""
     forward = module.forward
-    own = "forward" in vars(module)
     followed = Followed()
 
     @functools.wraps(forward)
@@ -212,14 +218,8 @@ def going_by(
         with asking(reply), lengths_.reading(read):
             return forward(*args, **kwargs), tuple(asked)
 
-    module.forward = answered
-    try:
+    with lent(module, answered):
         yield followed
-    finally:
-        if own:
-            module.forward = forward
-        else:
-            del module.forward
 
 
 def split_off(module: fx.GraphModule, answers: list[bool], steps: Sequence[bool]) -> Decisions:
@@ -236,7 +236,9 @@ def split_off(module: fx.GraphModule, answers: list[bool], steps: Sequence[bool]
     used = sorted(places[n] for n in told if n in places)
     sized = sorted(places[n] for n in needed if n in places)
     if any(steps[i] for i in used):
-        raise CaptureError("Python branches on the values of inputs that change from step to step")
+        raise BranchesOnSteps(
+            "Python branches on the values of inputs that change from step to step"
+        )
     questions, env = fx.Graph(), {}
     for node in graph.nodes:
         if node in places:

@@ -9,7 +9,7 @@ separate captures.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from threading import RLock
@@ -21,12 +21,14 @@ from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
-from maskfx.compiler.capture.branches import Unexportable, split_off
+from maskfx.compiler.capture.attempt_sizes import candidates, has_batch
+from maskfx.compiler.capture.branches import BranchesOnSteps, Unexportable, split_off
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.export import drop_refills, export_as_answered, quiet, spell_views
 from maskfx.compiler.capture.light_run import NotLight, light_twin
 from maskfx.compiler.capture.plain_attention import plain_attention
 from maskfx.compiler.capture.roles import Argument, Sizes
+from maskfx.compiler.capture.routings import presumed
 from maskfx.compiler.capture.twin import NoTwin
 from maskfx.compiler.capture.whole import WholeModules
 from maskfx.ir import progress
@@ -157,8 +159,13 @@ def captured_at(
 ) -> Capture:
     """Export the module as it runs on arguments of these sizes; raise if that fails."""
     with CAPTURING, quiet(), plain_attention():
-        exported, answers = exported_with(whole, example, call.leaves, symbolic)
-        result = finish(exported, call, sizes, symbolic, notes, answers)
+        try:
+            exported, answers = exported_with(whole, example, call.leaves, symbolic)
+            result = finish(exported, call, sizes, symbolic, notes, answers)
+        except BranchesOnSteps:  # perhaps on whether an expert has rows
+            with presumed():
+                exported, answers = exported_with(whole, example, call.leaves, symbolic)
+                result = finish(exported, call, sizes, symbolic, notes, answers)
         assert result.module is not None
         whole.put_back(result.module)
     return result
@@ -191,57 +198,6 @@ def listed_samples(leaves: Sequence[Argument]) -> int:
         return 0
     primary = next(leaf for leaf in leaves if leaf.step and "y" in leaf.roles)
     return sum(leaf.tensor and leaf.argument == primary.argument for leaf in leaves)
-
-
-def has_batch(leaves: Sequence[Argument]) -> bool:
-    return any("batch" in leaf.roles for leaf in leaves)
-
-
-def candidates(
-    sizes: Sizes, leaves: Sequence[Argument], one: bool = False, fixed: bool = False
-) -> Iterator[tuple[Sizes, bool]]:
-    """Yield sizes to capture at, the most general first, and whether they are symbolic."""
-    texts = [r for r in sizes if r.startswith("text:")]
-    several, two = max(3, sizes["batch"]), max(2, sizes["batch"])
-    if one or not has_batch(leaves):
-        several = two = 1
-    seen = []
-    for text in () if fixed else (True, False):
-        for grid in grids(sizes):
-            wanted = {**sizes, **grid, "batch": several}
-            used = {wanted["batch"], *grid.values()}
-            for role in texts if text else ():
-                length = max(5, sizes[role])
-                while length in used or any(length == s for s in sizes.values()):
-                    length += 2
-                wanted[role] = length
-                used.add(length)
-            if wanted not in seen:
-                seen.append(wanted)
-                yield wanted, True
-    if not fixed:
-        yield {**sizes, "batch": two}, True
-    yield {**sizes, "batch": two}, False
-
-
-def grids(sizes: Sizes) -> Iterator[Sizes]:
-    """Yield image sizes near the example's with height and width distinct at every level."""
-    if "tokens" in sizes:
-        yield {"tokens": sizes["tokens"] + 6 + sizes["tokens"] % 2}
-        yield {"tokens": sizes["tokens"]}
-    if "y" in sizes and "x" in sizes:
-        h, w = sizes["y"], sizes["x"]
-        unit = 1
-        while unit < 16 and h % (2 * unit) == 0 and w % (2 * unit) == 0:
-            unit *= 2
-        if unit >= 4:
-            yield {"y": 3 * unit, "x": 5 * unit}
-            if h > unit:
-                yield {"y": h, "x": w - unit if h != w - unit and w > unit else w + unit}
-                yield {"y": max(h // 2, unit), "x": w}
-        yield {"y": h, "x": w}
-        if h == w:
-            yield {"y": h, "x": w + unit}
 
 
 def resize(

@@ -32,7 +32,9 @@ from maskfx.compiler.capture.known_numbers import KnownNumbers
 from maskfx.compiler.capture.lengths import is_count
 from maskfx.compiler.capture.packings import Packings
 from maskfx.compiler.capture.roles import EACH_FRAME, Argument
+from maskfx.compiler.capture.routings import SELECTED, Routings
 from maskfx.compiler.capture.selections import Selections
+from maskfx.compiler.capture.size_arithmetic import size_arithmetic
 from maskfx.errors import CaptureError
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.nodes import is_write
@@ -96,7 +98,8 @@ class SymbolicSet(set[object], metaclass=_SetType):
 
 def symbolic_len(value: Sized) -> IntLikeType:
     """`len`, except that a tensor's is the size of its first dimension, which may be symbolic."""
-    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else len(value)
+    sized = isinstance(value, torch.Tensor) and value.dim() or isinstance(value, SELECTED)
+    return value.shape[0] if sized else len(value)  # type: ignore[attr-defined]
 
 
 def symbolic_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -251,10 +254,13 @@ def export(
         KnownNumbers(),
         DataAttributes(),
         Packings(),
+        Routings() as routings,
         written_out_attention(),
         equal_sizes(module, leaves),
+        size_arithmetic(),
     ):
         program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
+        routings.check()
         free_multiples(program)
         if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
             program = program.run_decompositions({})

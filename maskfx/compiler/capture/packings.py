@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.types import IntLikeType
 
-from maskfx.compiler.capture.waiting_values import CATS, WaitingValue, value_of
+from maskfx.compiler.capture.routed_rows import RoutedRows, RowCount, of_each_row
+from maskfx.compiler.capture.waiting_values import CATS, WaitingTensor, WaitingValue, value_of
 
 FLAT = ("flatten", "reshape", "view", "squeeze", "ravel")
 
@@ -31,7 +32,8 @@ class TokenValue(WaitingValue):
     def without(
         func: Callable[..., object], args: Sequence[Any], named: dict[str, Any]
     ) -> object | None:
-        return packed_by(func, args, named)
+        found = packed_by(func, args, named)
+        return of_each_row(func, args, named) if found is None else found
 
     def __index__(self) -> int:
         return int(self.value())
@@ -50,6 +52,13 @@ class TokenPlaces(TokenValue):
 
     def flat(self) -> TokenPlaces:
         return TokenPlaces(self.mask)
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        return (RowCount(self), 1) if self.column else (RowCount(self),)
+
+    def numel(self) -> RowCount:
+        return RowCount(self)
 
     def __getattr__(self, name: str) -> object:
         if name in FLAT:
@@ -71,7 +80,7 @@ def flattens(name: str, args: Sequence[object]) -> bool:
     return not args if name in ("flatten", "ravel") else tuple(args) in ((-1,), ((-1,),))
 
 
-class PackedTokens(TokenValue):
+class PackedTokens(TokenValue, WaitingTensor):
     """Valid tokens along one dimension of a tensor that has the others behind them.
 
     Args:
@@ -79,14 +88,22 @@ class PackedTokens(TokenValue):
         dim: the dimension, counted from the first.
         valid: which tokens are valid.
         mask: the vector that was searched for places.
+        source: the tensor in its own order, if it is known and the dimension is the first.
     """
 
-    def __init__(self, whole: Tensor, dim: int, valid: Tensor, mask: Tensor) -> None:
+    def __init__(
+        self, whole: Tensor, dim: int, valid: Tensor, mask: Tensor, source: Tensor | None = None
+    ) -> None:
         self.whole, self.dim, self.valid, self.mask = whole, dim, valid, mask
+        self.source = source
 
     def value(self) -> Tensor:
         with torch._C.DisableTorchFunction():
             return self.whole.index_select(self.dim, torch.nonzero(self.valid).flatten())
+
+    def as_rows(self) -> RoutedRows | None:
+        own = self.source
+        return None if own is None else RoutedRows(own, self.mask != 0, self.mask)
 
     def of(self, whole: Tensor, dim: int, valid: Tensor | None = None) -> PackedTokens:
         return PackedTokens(whole, dim, self.valid if valid is None else valid, self.mask)
@@ -235,4 +252,5 @@ def picked(source: Tensor, index: tuple[Any, ...]) -> PackedTokens | Tensor:
         return source[tuple(map(value_of, index))]
     order = torch.argsort((mask == 0).long(), stable=True)
     valid = mask.index_select(0, order) != 0
-    return PackedTokens(part.index_select(dim, order), dim, valid, mask)
+    own = part if dim == 0 else None
+    return PackedTokens(part.index_select(dim, order), dim, valid, mask, own)

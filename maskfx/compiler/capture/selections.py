@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from maskfx.compiler.capture.waiting_values import CATS, WaitingValue, value_of
+from maskfx.compiler.capture.routed_rows import RoutedRows, of_each_row
+from maskfx.compiler.capture.waiting_values import CATS, WaitingTensor, value_of
 
 NEGATIONS = (
     *(torch.logical_not, torch.bitwise_not, Tensor.logical_not, Tensor.bitwise_not),
@@ -25,7 +26,7 @@ NEGATIONS = (
 )
 
 
-class Selection(WaitingValue):
+class Selection(WaitingTensor):
     """What a mask selects of the first axis of a tensor; selected at its first use.
 
     Args:
@@ -65,7 +66,11 @@ class Selection(WaitingValue):
         if func in CATS:
             parts, dim = args[0], args[1] if len(args) > 1 else named.get("dim", 0)
             return reordered(list(parts)) if dim == 0 else None
-        return None
+        return of_each_row(func, args, named)
+
+    def as_rows(self) -> RoutedRows | None:
+        same = self.origin is self.source
+        return RoutedRows(self.source, self.mask, self.mask) if same else None
 
 
 def select(source: Tensor, mask: Tensor) -> Tensor:

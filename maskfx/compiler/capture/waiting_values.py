@@ -57,15 +57,39 @@ class WaitingValue:
         return func(*args, **named)
 
 
+class WaitingTensor(WaitingValue):
+    """A tensor that is computed at its first use; methods of tensors may do without it, too."""
+
+    def as_rows(self) -> Any:
+        """Return it as rows selected of others (`RoutedRows`), or None if it isn't that."""
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        rows = self.as_rows()
+        return super().__getitem__(index) if rows is None else rows[index]
+
+    def __getattr__(self, name: str) -> object:
+        method = getattr(Tensor, name)
+        if not callable(method):
+            return getattr(self.value(), name)
+        kind = type(self)
+        return lambda *args, **named: kind.__torch_function__(method, (kind,), (self, *args), named)
+
+
 def value_of(value: object) -> Any:
     return value.value() if isinstance(value, WaitingValue) else value
+
+
+def _operator(full: str) -> None:
+    def apply(self: WaitingValue, other: Any) -> Any:
+        if not isinstance(self, WaitingTensor):
+            return getattr(self.value(), full)(value_of(other))
+        return type(self).__torch_function__(getattr(Tensor, full), (type(self),), (self, other))
+
+    setattr(WaitingValue, full, apply)
 
 
 for _name in OPERATORS:
     for _full in (f"__{_name}__", f"__r{_name}__"):
         if hasattr(Tensor, _full):
-            setattr(
-                WaitingValue,
-                _full,
-                lambda self, other, full=_full: getattr(self.value(), full)(value_of(other)),
-            )
+            _operator(_full)

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
+from maskfx.ir.lent_methods import lent
 from maskfx.ir.objects import copy_tree
 from maskfx.ir.values import copy_of, has_meta, same_values
 from maskfx.ops.whole_modules import Whole, run_whole
@@ -98,16 +99,11 @@ class WholeModules:
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
         """Make an export see one operator in place of each module that stays whole."""
-        before = [vars(kept.inner).get("forward") for kept in self.kept]
-        for number, kept in enumerate(self.kept):
-            kept.inner.forward = stand_in(kept, number, kept.inner.forward)
-        try:
+        with contextlib.ExitStack() as stack:
+            for number, kept in enumerate(self.kept):
+                function = stand_in(kept, number, kept.inner.forward)
+                stack.enter_context(lent(kept.inner, function))
             yield
-        finally:
-            for kept, own in zip(self.kept, before, strict=True):
-                del kept.inner.forward
-                if own is not None:
-                    kept.inner.forward = own
 
     def put_back(self, graph_module: nn.Module) -> None:
         """Put the denoiser's modules into an exported graph, in place of their operators."""

@@ -7,7 +7,7 @@ that they read, and, where heads don't divide evenly, in the FLOPs of the slowes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from maskfx import ops
@@ -18,7 +18,6 @@ from maskfx.distributed.division.step_costs import Exchanges, exchanges_of, step
 from maskfx.distributed.division.work import Work
 from maskfx.ir.head_sources import AttentionWay, AttentionWays
 from maskfx.ir.sources import ByHead, Merged, Rest
-from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 
 
@@ -71,44 +70,52 @@ def attentions_of(
 
 def quickest_ways(
     attentions: Sequence[Attention],
-    frame: Frame,
+    loads: Sequence[tuple[float, float]],
     members: Sequence[Member],
     work: Sequence[Work],
     partition: Partition,
     costs: LinkCosts,
     flop: float,
-) -> AttentionWays:
+) -> tuple[AttentionWays, float]:
     """Return the way that all attentions have, or else the ways of those that don't gather keys.
 
-    Keys by rank take as many bytes as gathered keys: queries and partial results are as large as
-    keys and values. A rank then reads its share of the cached keys: of the sites, or, where ranks
-    divide heads, of the columns.
+    Also returns the seconds that these ways save against gathered keys. Keys by rank take as many
+    bytes as gathered keys: queries and partial results are as large as keys and values. A rank then
+    reads its share of the cached keys: of the sites, or, where ranks divide heads, of the columns;
+    of rows in a store, which are read whole, of the sites alone.
 
     Args:
         attentions: Those that may attend in several ways.
-        frame: The whole batch.
-        members: Its members.
+        loads: The seconds in which the cached keys and values of each are read, of the whole batch:
+            from memory, and from stores.
+        members: The members of the batch.
         work: Their FLOPs.
         partition: The ranks' shares of them.
         costs: What exchanges and loads cost.
         flop: Seconds per FLOP of a rank.
     """
     most = max(sum(share > 0 for share in own) for own in partition.shares)
+    known: dict[Hashable, dict[AttentionWay, float]] = {}
     chosen: list[tuple[str, AttentionWay]] = []
-    for one in attentions:
-        number, alike = one.heads
-        own = [of_heads(each, number, alike) for each in work]
-        saved = costs.load * sum(frame.loaded_bytes(members, one.cached).values()) * (1 - 1 / most)
-        seconds = {
-            way: step_seconds(exchanges, members, own, partition, costs, flop)
-            - (saved if way != "gathered" else 0.0)
-            for way, exchanges in one.exchanges.items()
-        }
-        chosen.append((one.name, min(seconds, key=lambda way: seconds[way])))
+    total = 0.0
+    for one, load in zip(attentions, loads, strict=True):
+        key = one.heads, tuple(one.exchanges.items()), load  # most attentions are alike
+        if key not in known:
+            own = [of_heads(each, *one.heads) for each in work]
+            saved = (1 - 1 / most) * load[0], (1 - 1 / most) * sum(load)
+            less = {"gathered": 0.0, "heads": saved[0], "keys by rank": saved[1]}
+            known[key] = {
+                way: step_seconds(exchanges, members, own, partition, costs, flop) - less[way]
+                for way, exchanges in one.exchanges.items()
+            }
+        seconds = known[key]
+        way = min(seconds, key=lambda way: seconds[way])
+        chosen.append((one.name, way))
+        total += seconds["gathered"] - seconds[way]
     ways = {way for _, way in chosen}
     if len(ways) < 2:
-        return ways.pop() if ways else "gathered"
-    return tuple((name, way) for name, way in chosen if way != "gathered")
+        return (ways.pop() if ways else "gathered"), total
+    return tuple((name, way) for name, way in chosen if way != "gathered"), total
 
 
 def of_heads(work: Work, heads: int, alike: int) -> Work:

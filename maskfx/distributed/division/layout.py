@@ -98,6 +98,9 @@ class RankLayout(Layout):
             return 0, count  # what is made of a request's values is made on all ranks
         return self.partition.text(member, rank, count)
 
+    def part(self, member: int, segment: str) -> tuple[int, int]:
+        return self.stretch(member, segment, self.rank)
+
     def counts(self, segment: str) -> list[int]:
         """Return the number of this rank's rows of each owner."""
         stretches = [self.stretch(m, segment, self.rank) for m, _ in self.owners()]

@@ -146,6 +146,11 @@ class OnnxWriter:
                 graph.outputs[place] = same.outputs[0]
             seen.add(id(value))
         results = {id(value) for value in graph.outputs}
+        for name in names:
+            if name in graph.initializers:
+                held = graph.initializers.pop(name)
+                held.name = f"{name}_value"
+                graph.register_initializer(held)
         for node in graph:
             for value in node.outputs:
                 if id(value) not in results and value.name in names:

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 from maskfx.export.formats.complex_numbers import spell_complex
 from maskfx.export.formats.regions import inline_regions
+from maskfx.ir.lanes import int_hint
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -36,6 +37,7 @@ def spell(program: ExportedProgram) -> None:
     spell_outer_products(graph)
     spell_splits(graph)
     spell_repeats(graph)
+    spell_rolls(graph)
     name_results(program)
 
 
@@ -193,16 +195,26 @@ def spell_splits(graph: fx.Graph) -> None:
 
     Before  parts = split_with_sizes(x, [2, n], 1); a = parts[0]; b = parts[1]
     After   a = slice(x, 1, 0, 2); b = slice(x, 1, 2, 2 + n)
-    Keeps   a split whose parts are passed on together.
+    and     parts = chunk(x, 2, 1)                              (x has n columns)
+    becomes a = slice(x, 1, 0, (n + 1) // 2); b = slice(x, 1, (n + 1) // 2, ...)
+    Keeps   a split whose parts are passed on together, and equal parts of a fixed size.
     """
-    for node in graph.find_nodes(op="call_function", target=aten.split_with_sizes.default):
-        if all(user.target is operator.getitem for user in node.users):
-            spell_split(graph, node)
+    for target in (aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            if all(user.target is operator.getitem for user in node.users):
+                spell_split(graph, node)
 
 
 def spell_split(graph: fx.Graph, node: fx.Node) -> None:
     places: list[Any] = [*node.args, 0]
     value, sizes, axis = places[:3]
+    if node.target is not aten.split_with_sizes.default:
+        parts = node.meta["val"]
+        if all(isinstance(part.shape[axis], int) for part in parts):
+            return
+        if node.target is aten.chunk.default:
+            sizes = chunk_size(graph, node, value, sizes, axis)
+        sizes = [sizes] * len(parts)
     bounds: list[Number] = [0]
     with graph.inserting_before(node):
         for size in sizes:
@@ -216,6 +228,52 @@ def spell_split(graph: fx.Graph, node: fx.Node) -> None:
         part.replace_all_uses_with(made)
         graph.erase_node(part)
     graph.erase_node(node)
+
+
+def chunk_size(graph: fx.Graph, node: fx.Node, value: fx.Node, chunks: int, axis: int) -> fx.Node:
+    """Return the size of each chunk but the last, which is symbolic."""
+    with graph.inserting_before(node):
+        whole = graph.call_function(aten.sym_size.int, (value, axis))
+        whole.meta["val"] = value.meta["val"].shape[axis]
+        size = graph.call_function(operator.floordiv, (added(graph, whole, chunks - 1), chunks))
+    size.meta["val"] = node.meta["val"][0].shape[axis]
+    return size
+
+
+def spell_rolls(graph: fx.Graph) -> None:
+    """Spell rolls by a part of the size of the picture as joins of two slices.
+
+    Before  y = roll(x, [n], [2])
+    After   y = cat([slice(x, 2, size - n, size), slice(x, 2, 0, size - n)], 2)
+    Keeps   rolls by fixed numbers.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.roll.default):
+        value, shifts, axes = ([*node.args, []])[:3]
+        if not any(isinstance(shift, fx.Node) for shift in shifts) or not axes:
+            continue
+        with graph.inserting_before(node):
+            for shift, axis in zip(shifts, axes, strict=True):
+                value = rolled(graph, value, shift, axis)
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+
+
+def rolled(graph: fx.Graph, value: fx.Node, shift: Number, axis: int) -> fx.Node:
+    """Return a value whose places are moved on by at most its size, which all its rolls do."""
+    whole = graph.call_function(aten.sym_size.int, (value, axis))
+    whole.meta["val"] = value.meta["val"].shape[axis]
+    number = shift.meta["val"] if isinstance(shift, fx.Node) else shift
+    forward = int_hint(number) >= 0
+    first = graph.call_function(operator.sub, (whole if forward else 0, shift))
+    first.meta["val"] = (whole.meta["val"] if forward else 0) - number
+    parts = []
+    for start, end in ((first, whole), (0, first)):
+        parts.append(graph.call_function(aten.slice.Tensor, (value, axis, start, end)))
+        low, high = (n.meta["val"] if isinstance(n, fx.Node) else n for n in (start, end))
+        parts[-1].meta["val"] = value.meta["val"].narrow(axis, low, high - low)
+    found = graph.call_function(aten.cat.default, (parts, axis))
+    found.meta["val"] = value.meta["val"]
+    return found
 
 
 def added(graph: fx.Graph, one: Number, other: Number) -> Number:

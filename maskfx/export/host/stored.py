@@ -32,7 +32,7 @@ MAGIC, VERSION = b"maskfx\r\n", 1
 HEADER = struct.Struct("<8sI32sQ16s")  # magic, version, key digest, length, XXH3-128
 HASHED = struct.calcsize("<8sI32sQ")  # bytes of the header that the hash covers too
 LENGTH = struct.Struct("<Q")  # of the payload's own header
-SCHEMA = 4  # of the document
+SCHEMA = 5  # of the document
 SUFFIX = ".maskfx"
 
 TYPES = {

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+import torch
 from torch import fx
+from torch.types import IntLikeType
 
 from maskfx.passes.canonicalize.writes import expression
 from maskfx.passes.context import PassContext, argument, aten, node_at, node_value, op_name
@@ -21,10 +23,15 @@ def canonicalize_convolutions(graph: fx.Graph, ctx: PassContext) -> int:
     After   y = unsqueeze(unsqueeze(linear(flatten(x, 1), flatten(w, 1), b), -1), -1)
     and     y = conv2d(reshape(x, [1, b * c, h, w]), w, groups=b)      (w: [b * d, c, 3, 3])
     becomes y = matmul(reshape(w, [b, 1, d, c * 9]), im2col(x, [3, 3])), in the shape that it had
+    and     y = slice(conv1d(x, w, b, 1, 3), 2, 0, n)         (w has 4 places, x has n: causal)
+    becomes y = slice(conv1d(pad(x, [3, 0]), w, b, 1, 0), 2, 0, n)
     Keeps   inputs that are larger or of symbolic sizes, windows of one place, padding, groups.
     """
     count = 0
     for node in list(graph.nodes):
+        if op_name(node) == "conv1d" and (surplus := cut_places(node)):
+            count += pad_before(Speller(graph, node), surplus)
+            continue
         if op_name(node) == "conv2d" and (groups := groups_of_sample(node, ctx)):
             spell = Speller(graph, node)
             found = of_samples(spell, node, groups)
@@ -42,6 +49,43 @@ def canonicalize_convolutions(graph: fx.Graph, ctx: PassContext) -> int:
         spell.replace(found)
         count += 1
     return count
+
+
+def cut_places(node: fx.Node) -> int:
+    """Return how many of a conv1d's last places all its users cut off, to its input's length."""
+    sources = node_value(node_at(node, 0)).shape
+    whole, length = node_value(node).shape[-1], sources[-1]
+    surplus = whole - length if isinstance(whole, torch.SymInt) else 0
+    surplus = surplus.node.maybe_as_int() if isinstance(surplus, torch.SymInt) else surplus
+    stride, padding = (pair(argument(node, *at)) for at in ((3, "stride", 1), (4, "padding", 0)))
+    if not surplus or surplus < 0 or stride[0] != 1 or surplus > padding[0]:
+        return 0
+    cuts = all(
+        op_name(user) == "slice"
+        and argument(user, 1, "dim", 0) % len(sources) == len(sources) - 1
+        and (argument(user, 2, "start", 0) or 0) == 0
+        and argument(user, 4, "step", 1) == 1
+        and is_equal(node_value(user).shape[-1], length)
+        for user in node.users
+    )
+    return surplus if cuts else 0
+
+
+def is_equal(one: IntLikeType, other: IntLikeType) -> bool:
+    """Return True if two sizes are the same expression."""
+    return expression(one) == expression(other)
+
+
+def pad_before(spell: Speller, surplus: int) -> bool:
+    """Replace the padding of a conv1d by one that leaves out the places which are cut off."""
+    node = spell.node
+    [amount, _] = pair(argument(node, 4, "padding", 0))
+    padded = spell.emit(aten.pad.default, node_at(node, 0), [amount, amount - surplus])
+    weight, bias = node_at(node, 1), argument(node, 2, "bias")
+    dilation, groups = argument(node, 5, "dilation", [1]), argument(node, 6, "groups", 1)
+    found = spell.emit(aten.conv1d.default, padded, weight, bias, [1], [0], dilation, groups)
+    spell.replace(found)
+    return True
 
 
 def is_one_window(node: fx.Node) -> bool:
@@ -90,6 +134,7 @@ def of_samples(spell: Speller, node: fx.Node, groups: int) -> fx.Node | None:
     return spell.emit(aten.add.Tensor, found, spell.emit(aten.reshape.default, bias, [1, -1, 1, 1]))
 
 
-def pair(numbers: Sequence[int]) -> list[int]:
+def pair(numbers: int | Sequence[int]) -> list[int]:
     """Return a number for rows and one for columns."""
+    numbers = [numbers] if isinstance(numbers, int) else numbers
     return [*numbers] * 2 if len(numbers) == 1 else [*numbers]

@@ -82,7 +82,7 @@ def attention(m: Marker, node: fx.Node) -> Lane:
         elif not q.has_sites:
             return read_by_few(m, node, q, k, v)
         else:
-            check_sites(m, q, k, v)
+            check_sites(q, k, v, m.single, argument(node, 3, "attn_mask") is not None)
     return Lane((*q.dims[:-1], v.dims[-1]))
 
 
@@ -125,7 +125,7 @@ def pair_sum(m: Marker, node: fx.Node) -> Lane:
     if any(isinstance(a, Batch) for lane in (q, k, v) for d in lane.dims[-2:] for a in d):
         raise NotLaned(f"it attends from one request to another: {q}")
     if (q.has_sites or k.has_sites) and not is_within_rows(q, k, v):
-        check_sites(m, q, k, v)
+        check_sites(q, k, v, m.single)
     return Lane((*q.dims[:-1], v.dims[-1]))
 
 
@@ -206,20 +206,24 @@ def read_by_few(m: Marker, node: fx.Node, q: Lane, k: Lane, v: Lane) -> Lane:
     return Lane((*outer, q.dims[-2], v.dims[-1]))
 
 
-def check_sites(m: Marker, q: Lane, k: Lane, v: Lane) -> None:
-    """Check that queries are the sites of one row set, and keys those of one, or fixed tokens."""
+def check_sites(q: Lane, k: Lane, v: Lane, single: bool, masked: bool = False) -> None:
+    """Check that queries are the sites of one row set, and keys those of one, or fixed tokens.
+
+    Keys without a mask may have several values of each site, such as those of several pictures.
+    """
     if merged(k.dims[-2]) != merged(v.dims[-2]):
         raise NotLaned(f"keys {k} and values {v} differ")
     parts = [a for a in q.dims[-2] if not isinstance(a, Feature)]
     if len(parts) != len(q.dims[-2]) or not same_part(q.dims[-2], q):
         raise NotLaned(f"its queries are {q}")
-    if k.has_sites and not same_part(k.dims[-2], k):
+    own = tuple(a for a in k.dims[-2] if masked or not isinstance(a, Feature))
+    if k.has_sites and not same_part(own, k):
         raise NotLaned(f"its keys are {k}")
-    if (any(not d for d in q.dims[:1]) and not m.single) or not all(
+    if (any(not d for d in q.dims[:1]) and not single) or not all(
         isinstance(a, (Batch, Feature)) for d in q.dims[:-2] for a in d
     ):
         raise NotLaned(f"its queries are {q}")
-    if not k.has_batch and not m.single:
+    if not k.has_batch and not single:
         raise NotLaned(f"its keys {k} have no batch")
 
 

@@ -39,7 +39,8 @@ from maskfx.passes.context import (
 )
 from maskfx.passes.lane_rules.frames import attends_by_frame
 from maskfx.passes.lane_rules.mixing import is_within_rows, line_axis
-from maskfx.passes.row_form import fixed_rows, rows_at
+from maskfx.passes.narrow.keys import few_rows, heads_last, heads_of_keys, node_heads, token_rows
+from maskfx.passes.row_form import rows_at
 
 ATTENTIONS = frozenset({"scaled_dot_product_attention", "pair_sum"})
 
@@ -288,7 +289,7 @@ def operands(
     values, _ = token_rows(edit, v)
     images = tuple(s for s in key_segments if is_image(s))
     rest = []
-    heads = node_heads(need_lane(k)) if need_lane(k).has_sites else 0
+    heads = heads_of_keys(need_lane(k)) if need_lane(k).has_sites else 0
     for rows, source in ((keys, k), (values, v)):
         if images:
             tap = edit.tap(rows, key_segments, [heads, node_shape(source)[-1]])
@@ -313,46 +314,11 @@ def put_back(edit: Editor, node: fx.Node, out: fx.Node) -> None:
         edit.replace_plain(edit.emit(aten.reshape.default, turned, [-1, *node_shape(node)[1:]]))
 
 
-def few_rows(edit: Editor, value: fx.Node, heads: int) -> tuple[fx.Node, tuple[str, ...]]:
-    """Return a fixed number of queries of each request as rows, and their row set."""
-    lane, (count, depth) = need_lane(value), node_shape(value)[-2:]
-    segments = (fixed_segment(count),)
-    if lane.has_batch:
-        rows, sizes = fixed_rows(edit, value, -2)
-        return heads_last(edit, rows, sizes, depth), segments
-    own = prod(node_shape(value)[:-2])
-    each = edit.emit(aten.reshape.default, value, [own, count, depth])
-    each = edit.emit(aten.transpose.int, each, 0, 1)
-    requests = edit.emit(aten.sym_size.int, edit.spans(segments), 0)
-    wide = edit.emit(aten.expand.default, each, [requests, count, heads, depth])
-    return edit.emit(aten.reshape.default, wide, [-1, heads, depth]), segments
-
-
 def attention_scale(edit: Editor, node: fx.Node) -> float | None:
     scale = argument(node, 6, "scale")
     if isinstance(scale, fx.Node):
         raise Unsupported(node, "its scale depends on the size of the picture")
     return scale if scale is None else float(scale)
-
-
-def node_heads(lane: Lane) -> int:
-    return prod(lane.features(i) for i in range(len(lane.dims) - 1))
-
-
-def heads_last(edit: Editor, rows: fx.Node, shape: list[int], depth: int) -> fx.Node:
-    """Merge all head axes into one: (rows, heads, depth)."""
-    return edit.reshape(rows, shape, [prod(shape) // depth, depth])
-
-
-def token_rows(edit: Editor, value: fx.Node) -> tuple[fx.Node, tuple[str, ...]]:
-    """Return keys or values as rows, and their row set."""
-    lane = need_lane(value)
-    if lane.kind == "rows":
-        rows = edit.rows(value)
-        return heads_last(edit, rows, lane.row_shape(), node_shape(value)[-1]), lane.segments
-    rows, sizes = fixed_rows(edit, value, -2)
-    segments = (fixed_segment(node_shape(value)[-2]),)
-    return heads_last(edit, rows, sizes, node_shape(value)[-1]), segments
 
 
 def count_rows(edit: Editor, segments: tuple[str, ...]) -> fx.Node | int:

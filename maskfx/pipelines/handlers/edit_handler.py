@@ -147,14 +147,14 @@ class EditHandler:
         if kind := open_objects(part.inputs):
             self.notes[f"{name}: a {kind} is handed on between its calls; it runs dense"] += 1
             return DenseStep(part.inputs)
-        mask = self._mask_of(part)
-        if mask is None:
-            self.notes[f"{name}: its sites aren't found on the picture; it runs dense"] += 1
-            return DenseStep(part.inputs)
         if self.policy.ignores_last(part.steps):
             last = self.quality.last
             self.notes[f"last={last}: the number of steps isn't known; ignored"] += 1
         if self.policy.kind(part.position.step, part.steps) is CallKind.DENSE:
+            return DenseStep(part.inputs)  # a denoiser that computes all isn't captured
+        mask = self._mask_of(part)
+        if mask is None:
+            self.notes[f"{name}: its sites aren't found on the picture; it runs dense"] += 1
             return DenseStep(part.inputs)
         if self.template is not None:
             edit = self.template.edit(part, mask)

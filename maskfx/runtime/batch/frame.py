@@ -45,6 +45,7 @@ from maskfx.ir.sources import (
     Weights,
 )
 from maskfx.ir.values import Equality
+from maskfx.ir.weak_memo import LastMade
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.pair_masks import line_masks, pair_masks, pair_table
@@ -97,7 +98,7 @@ class Frame:
     _adapted: tuple[Stacks, list[int | None]] | None = None
     _brought: bool = False
     _fixed: dict[str, Tensor] = field(default_factory=dict)
-    _given: dict[str, tuple[list[object], Tensor]] = field(default_factory=dict)
+    _given: dict[str, LastMade[Tensor]] = field(default_factory=dict)
     _picks: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -318,12 +319,10 @@ class Frame:
         table = self._table_of(name, source)
         return table if self.layout.on_host(source) else self.tables.on(table, self.device)
 
-    def _kept(self, name: str, values: list[object], make: Callable[[], Tensor]) -> Tensor:
+    def _kept(self, name: str, values: list[Any], make: Callable[[], Tensor]) -> Tensor:
         """Return what is made of values of the members, made again if one of them is another."""
-        kept = self._given.get(name)
-        if kept is None or any(a is not b for a, b in zip(kept[0], values, strict=True)):
-            kept = self._given[name] = (values, make())
-        return kept[1]
+        # detached, because a view would hold its base
+        return self._given.setdefault(name, LastMade()).of(values, lambda: make().detach())
 
     def _on(self, table: Tensor) -> Tensor:
         return self.tables.on(table, self.device)

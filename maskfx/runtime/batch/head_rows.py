@@ -33,7 +33,7 @@ def pick_heads(rows: Rows, index: Tensor, heads: int, own: range, tables: RowTab
         own: The heads that are picked.
         tables: Caches index tables on devices.
     """
-    rows = in_memory(rows)
+    rows = in_memory(rows, index)
     if isinstance(rows, InterpolatedRows):
         first, second = (
             pick_heads(one, index, heads, own, tables) for one in (rows.first, rows.second)

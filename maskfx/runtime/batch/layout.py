@@ -73,6 +73,10 @@ class Layout:
             for _ in range(b)
         ]
 
+    def part(self, member: int, segment: str) -> tuple[int, int]:
+        """Return where the rows of a member start and stop among those of its active sites."""
+        return 0, self.sites[member].active_count(segment)
+
     def index(self, member: int, segment: str) -> Tensor | None:
         """Return the indices of a member's rows in a segment of its own, None if it has all."""
         sites = self.sites[member]

@@ -134,7 +134,7 @@ class RecordedRows:
         for member, index in zip(members, picks(), strict=True):
             if member.cache is None or not len(index):  # the cache may lack the tap
                 continue
-            kept = in_memory(self.of(member.cache, tap))
+            kept = in_memory(self.of(member.cache, tap), index)
             if isinstance(kept, RowSubset):
                 yield kept.rows, self.tables.places(kept, index)
             else:

@@ -6,10 +6,12 @@ of programs, files and tiers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import xxhash
@@ -138,6 +140,64 @@ class StoredValue(Protocol):
         ...
 
 
+@runtime_checkable
+class RangedValue(Protocol):
+    """A `StoredValue` of which the rows of some sites can be read alone."""
+
+    def read_rows(self, sites: Tensor, elements: Sequence[int] | None) -> Tensor | Packed:
+        """Return all rows, of which those of these sites and batch elements have their values."""
+        ...
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Picks elements of a batch from a tensor that has it; other values stay.
+
+    Args:
+        chosen: The numbers of the elements; adjacent ones share the memory of the tensor.
+        batch: The number of all elements.
+    """
+
+    chosen: tuple[int, ...]
+    batch: int | None
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != self.batch:
+            return value
+        first = self.chosen[0] if self.chosen else 0
+        if self.chosen == tuple(range(first, first + len(self.chosen))):
+            return value.narrow(0, first, len(self.chosen))
+        return value.index_select(0, torch.tensor(self.chosen, device=value.device))
+
+
+@dataclass(frozen=True)
+class OfElements:
+    """Makes rows by `made`, and changes each tensor of them that has a batch axis."""
+
+    made: Callable[[Tensor | Packed], Rows]
+    change: Callable[[Tensor], Tensor]
+
+    def __call__(self, value: Tensor | Packed) -> Rows:
+        return by_element(self.made(value), self.change)
+
+
+class References(threading.local):
+    """Whether this thread pickles rows in a store by reference, for processes that can read it."""
+
+    allowed = False
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        before, self.allowed = self.allowed, True
+        try:
+            yield
+        finally:
+            self.allowed = before
+
+
+references = References()
+
+
 @dataclass(frozen=True, eq=False)
 class StoredRows:
     """Rows that lie in a store, and are read when they are first used.
@@ -146,11 +206,13 @@ class StoredRows:
         value: The rows in the store.
         shown: Rows without values (on the device `meta`) of the same shape and format.
         made: Makes these rows of those in the store.
+        elements: The elements of the store's batch that these rows are of, if known.
     """
 
     value: StoredValue
     shown: Tensor | Packed | RowSubset
     made: Callable[[Tensor | Packed], Rows]
+    elements: tuple[int, ...] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -170,6 +232,13 @@ class StoredRows:
         """The rows in memory; the first use reads them."""
         return self.made(self.value.read())
 
+    def at(self, index: Tensor) -> Rows:
+        """Return the rows in memory, of which those of some sites are read at least."""
+        if self.value.is_read or not isinstance(self.value, RangedValue):
+            return self.found
+        places = self.shown.places(index) if isinstance(self.shown, RowSubset) else index
+        return self.made(self.value.read_rows(places, self.elements))
+
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that hold the rows, without values before they are read."""
         return tensors_of(self.found if self.value.is_read else self.shown)
@@ -183,7 +252,9 @@ class StoredRows:
         return whole(self.found)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle rows in memory: another process may not have the store."""
+        """Pickle rows in memory, as another process may not have the store; see `References`."""
+        if references.allowed and self.unread and getattr(self.value, "elsewhere", False):
+            return StoredRows, (self.value, self.shown, self.made, self.elements)
         return as_they_are, (self.found,)
 
 
@@ -194,10 +265,12 @@ def as_they_are(rows: Rows) -> Rows:
 Rows = Tensor | Packed | RowSubset | InterpolatedRows | StoredRows
 
 
-def in_memory(rows: Rows) -> Tensor | Packed | RowSubset | InterpolatedRows:
-    """Return rows in memory; those in a store are read."""
+def in_memory(
+    rows: Rows, index: Tensor | None = None
+) -> Tensor | Packed | RowSubset | InterpolatedRows:
+    """Return rows in memory; those in a store are read, with an index those of these sites."""
     while isinstance(rows, StoredRows):
-        rows = rows.found
+        rows = rows.found if index is None else rows.at(index)
     return rows
 
 
@@ -241,7 +314,7 @@ def pick(
         some: Leave out sites whose rows weren't kept, instead of raising CacheError.
     """
     picks = picks or RowTables()
-    rows = in_memory(rows)
+    rows = in_memory(rows, index)
     if isinstance(rows, InterpolatedRows):
         first = pick(rows.first, index, device, picks, some)
         return rows.mixed(first, pick(rows.second, index, device or first.device, picks, some))
@@ -294,9 +367,12 @@ def by_element(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
         first, second = by_element(rows.first, change), by_element(rows.second, change)
         return InterpolatedRows(first, second, rows.weight)
     if isinstance(rows, StoredRows):
-        made, shown = rows.made, by_element(rows.shown, change)
+        shown, elements = by_element(rows.shown, change), None
         assert not isinstance(shown, InterpolatedRows | StoredRows), "values are of one step"
-        return StoredRows(rows.value, shown, lambda value: by_element(made(value), change))
+        if isinstance(change, Elements) and change.batch is not None:
+            known = tuple(range(change.batch)) if rows.elements is None else rows.elements
+            elements = tuple(known[number] for number in change.chosen)
+        return StoredRows(rows.value, shown, OfElements(rows.made, change), elements)
     if isinstance(rows, RowSubset):
         inner = rows.rows
         changed = change(inner) if isinstance(inner, Tensor) else inner.mapped(change)

@@ -35,10 +35,12 @@ from maskfx.runtime.cache.rows import (
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache
 from maskfx.runtime.sites.masks import Masks
 
-SCHEMA = 4  # goes into EntryKey.schema: raise it with every change of what is written
+SCHEMA = 5  # goes into EntryKey.schema: raise it with every change of what is written
 DOCUMENT, LABELS = "maskfx", "maskfx.labels"
 # checksums: of each tensor, in the order of the names, and of what is written about the tensors
 SUMS, CHECK, SUM_BYTES = "maskfx.sums", "maskfx.check", 8
+# and of the pieces of large tensors, of which a process may read some
+PIECES, PIECE_BYTES = "maskfx.pieces", 1 << 18
 LENGTH = struct.Struct("<Q")  # safetensors: the header's length, the header as JSON, the data
 
 
@@ -90,6 +92,7 @@ def encode(
     }
     metadata = {DOCUMENT: json.dumps(document), LABELS: json.dumps(dict(labels or {}))}
     metadata[SUMS] = b"".join(sum_of(*one) for one in sorted(writer.tensors.items())).hex()
+    metadata[PIECES] = b"".join(piece_sums(*one) for one in sorted(writer.tensors.items())).hex()
     metadata[CHECK] = check_of(metadata)
     return safetensors.torch.save(writer.tensors, metadata)
 
@@ -118,9 +121,25 @@ def sum_of_bytes(name: str, dtype: str, shape: Sequence[int], data: Any) -> byte
     return state.digest()
 
 
+def piece_sums(name: str, value: Tensor) -> bytes:
+    """Return the checksums of the pieces of a stored tensor; none for a small one."""
+    if value.nbytes <= PIECE_BYTES:
+        return b""
+    data = _bytes_of(value)
+    starts = range(0, len(data), PIECE_BYTES)
+    return b"".join(piece_sum(name, at, data[at : at + PIECE_BYTES]) for at in starts)
+
+
+def piece_sum(name: str, at: int, data: Any) -> bytes:
+    """Return the checksum of the piece of a tensor that begins at a place."""
+    state = xxhash.xxh3_64(f"{name} {at}".encode())
+    state.update(data)
+    return state.digest()
+
+
 def check_of(metadata: Mapping[str, str]) -> str:
     """Return a checksum of what is written about the tensors, so that it can be read alone."""
-    text = "\0".join(metadata[key] for key in (DOCUMENT, LABELS, SUMS))
+    text = "\0".join(metadata[key] for key in (DOCUMENT, LABELS, SUMS, PIECES))
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 

@@ -19,6 +19,7 @@ from maskfx.ir.program import Tap
 from maskfx.ops import wide
 from maskfx.runtime.cache.quantize import Encoding, Format, Packed, pack, select
 from maskfx.runtime.cache.rows import (
+    Elements,
     InterpolatedRows,
     Rows,
     RowSubset,
@@ -122,17 +123,7 @@ class StepCache:
 
         Adjacent elements in order share the memory of this step.
         """
-        index, batch = torch.tensor(elements), self.sizes.get("batch")
-        first = int(index[0]) if len(index) else 0
-        adjacent = index.tolist() == list(range(first, first + len(index)))
-
-        def chosen(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != batch:
-                return value
-            if adjacent:
-                return value.narrow(0, first, len(index))
-            return value.index_select(0, index.to(value.device))
-
+        chosen = Elements(tuple(elements), self.sizes.get("batch"))
         return changed(
             self,
             sizes={**self.sizes, "batch": len(elements)},

@@ -7,11 +7,16 @@ read like this.
 from __future__ import annotations
 
 import contextlib
+import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from threading import Lock
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from maskfx.errors import CacheError
@@ -21,10 +26,13 @@ from maskfx.runtime.cache.rows import RowSubset, StoredRows
 from maskfx.runtime.cache.serialize import (
     CHECK,
     LENGTH,
+    PIECE_BYTES,
+    PIECES,
     SUM_BYTES,
     SUMS,
     StepReader,
     check_of,
+    piece_sum,
     sum_of_bytes,
 )
 from maskfx.runtime.cache.step_cache import StepCache
@@ -92,6 +100,14 @@ class StoredTensors:
                 self._fetched.clear()
             return self._found
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another process of this machine can read them."""
+        return self.reader.parts.elsewhere
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return RangedTensors, (self.reader, self.ref, self.nbytes)
+
     def _unchecked(self, name: str) -> Tensor:
         if name not in self._fetched:
             self._fetched[name] = self.reader.bytes_of(name)
@@ -99,6 +115,121 @@ class StoredTensors:
 
     def _checked(self, name: str) -> Tensor:
         return self.reader.checked(name, self._fetched.get(name))
+
+
+@dataclass(eq=False)
+class RangedTensors(StoredTensors):
+    """Tensors of which the rows of some sites are read alone, each piece once.
+
+    Memory is taken for pieces that are read.
+    """
+
+    _pieces: dict[str, TensorPieces] = field(default_factory=dict)
+
+    def fetch(self) -> None:
+        """Do nothing: what is read is known at the first use."""
+
+    def read(self) -> Tensor | Packed:
+        found = self.read_rows(torch.arange(self.ref["shape"][1]), None)
+        self._found = found
+        return found
+
+    def read_rows(self, sites: Tensor, elements: Sequence[int] | None) -> Tensor | Packed:
+        batch, count = self.ref["shape"][:2]
+        chosen = range(batch) if elements is None else elements
+        rows = np.concatenate([sites.numpy() + number * count for number in chosen])
+
+        def at_rows(name: str) -> Tensor:
+            if name not in self._pieces:
+                self._pieces[name] = TensorPieces(self.reader, name)
+            return self._pieces[name].at(rows, batch * count)
+
+        with self._lock:
+            found = self._found
+            return self.reader.values(self.ref, at_rows) if found is None else found
+
+
+class TensorPieces:
+    """A tensor of which pieces are read when rows of them are wanted.
+
+    Args:
+        reader: Reads it.
+        name: Its name.
+    """
+
+    def __init__(self, reader: PartReader, name: str) -> None:
+        self._reader, self._name = reader, name
+        self._begin, end, dtype, shape = reader.place(name)
+        self._nbytes, self._sums = end - self._begin, reader.piece_sums.get(name)
+        self._missing = np.ones(-(-self._nbytes // PIECE_BYTES), bool)
+        self._memory: Any = None
+        self._tensor: Tensor | None = None
+        if self._sums is not None:
+            self._memory = mmap.mmap(-1, self._nbytes)
+            count = prod(shape)
+            self._tensor = torch.frombuffer(self._memory, dtype=dtype, count=count).reshape(shape)
+
+    def at(self, rows: NDArray[np.int64], total: int) -> Tensor:
+        """Return the tensor; these of its `total` rows are there."""
+        if self._sums is None or self._nbytes % total:
+            if self._tensor is None or self._missing.any():
+                self._tensor = self._reader.checked(self._name)
+                self._missing[:] = False
+        else:
+            self._read(wanted_pieces(rows, self._nbytes // total, len(self._missing)))
+        assert self._tensor is not None
+        return self._tensor
+
+    def _read(self, wanted: NDArray[np.bool_]) -> None:
+        new = np.flatnonzero(wanted & self._missing)
+        for run in np.split(new, np.flatnonzero(np.diff(new) > 1) + 1):
+            if len(run):
+                start = int(run[0]) * PIECE_BYTES
+                stop = min((int(run[-1]) + 1) * PIECE_BYTES, self._nbytes)
+                self._take(start, self._reader.parts.read(self._begin + start, self._begin + stop))
+        self._missing[new] = False
+
+    def _take(self, start: int, data: Buffer) -> None:
+        """Check the pieces of a range and keep them."""
+        assert self._sums is not None
+        view = memoryview(data)
+        for at in range(0, len(view), PIECE_BYTES):
+            piece = view[at : at + PIECE_BYTES]
+            wanted = self._sums[(start + at) // PIECE_BYTES]
+            if piece_sum(self._name, start + at, piece) != wanted:
+                raise self._reader.damaged(self._name, len(piece))
+        self._memory[start : start + len(view)] = view
+
+
+def wanted_pieces(rows: NDArray[np.int64], width: int, pieces: int) -> NDArray[np.bool_]:
+    """Return which pieces of a tensor have bytes of these rows, each of `width` bytes."""
+    firsts, lasts = rows * width // PIECE_BYTES, (rows * width + width - 1) // PIECE_BYTES
+    steps = np.zeros(pieces + 1, np.int64)
+    np.add.at(steps, firsts, 1)
+    np.add.at(steps, lasts + 1, -1)
+    found: NDArray[np.bool_] = steps.cumsum()[:-1] > 0
+    return found
+
+
+@dataclass(frozen=True)
+class TapRows:
+    """Makes rows of a tap of the values in the store.
+
+    Args:
+        shape: The shape of the rows.
+        sites: The sites that were kept; None: all.
+    """
+
+    shape: tuple[int, ...]
+    sites: Tensor | None
+
+    def __call__(self, value: Tensor | Packed) -> Tensor | Packed | RowSubset:
+        rows: Tensor | Packed
+        if isinstance(value, Packed):
+            rows = replace(value, shape=self.shape[2:])
+        else:
+            rows = value.reshape(self.shape)
+        return rows if self.sites is None else RowSubset(rows, self.sites)
 
 
 class PartReader(StepReader):
@@ -113,7 +244,23 @@ class PartReader(StepReader):
         sums, names = bytes.fromhex(self.metadata.get(SUMS, "")), sorted(self._header)
         each = (sums[at : at + SUM_BYTES] for at in range(0, len(sums), SUM_BYTES))
         self._sums = dict(zip((n for n in names if n != "__metadata__"), each, strict=False))
+        self.piece_sums = self._pieces_of(bytes.fromhex(self.metadata.get(PIECES, "")))
         self._known: dict[str, StoredTensors] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PartReader, (self.parts, self._data)
+
+    def _pieces_of(self, sums: bytes) -> dict[str, list[bytes]]:
+        """Return the checksums of the pieces of each large tensor."""
+        found, at = {}, 0
+        for name in sorted(self._sums) if sums else ():
+            begin, end, *_ = self.place(name)
+            if end - begin > PIECE_BYTES:
+                count = -(-(end - begin) // PIECE_BYTES)
+                starts = range(at, at + count * SUM_BYTES, SUM_BYTES)
+                found[name] = [sums[start : start + SUM_BYTES] for start in starts]
+                at += count * SUM_BYTES
+        return found
 
     def tap_rows(self, ref: Document) -> StoredRows:
         """Return the rows of a tap, which are read at their first use."""
@@ -125,14 +272,7 @@ class PartReader(StepReader):
         shown = self.values(ref, self.shown)
         sites = self.tensor(ref["sites"]) if "sites" in ref else None
 
-        def made(value: Tensor | Packed) -> Tensor | Packed | RowSubset:
-            shape = tuple(ref["shape"])
-            if isinstance(value, Packed):
-                rows: Tensor | Packed = replace(value, shape=shape[2:])
-            else:
-                rows = value.reshape(shape)
-            return rows if sites is None else RowSubset(rows, sites)
-
+        made = TapRows(tuple(ref["shape"]), sites)
         return StoredRows(self._known[at], made(shown), made)
 
     def shown(self, name: str) -> Tensor:
@@ -157,11 +297,15 @@ class PartReader(StepReader):
         if data is None:
             data = self.bytes_of(name)
         if sum_of_bytes(name, self._header[name]["dtype"], shape, data) != self._sums.get(name):
-            self.parts.is_damaged()
-            raise CacheError(
-                f"rows of a recorded step are damaged (tensor {name}, {end - begin} bytes); the "
-                "step is removed; record its template again"
-            )
+            raise self.damaged(name, end - begin)
         if not data:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(data, dtype=dtype, count=prod(shape)).reshape(shape)
+
+    def damaged(self, name: str, nbytes: int) -> CacheError:
+        """Remove the entry, and return the error of bytes that aren't what was written."""
+        self.parts.is_damaged()
+        return CacheError(
+            f"rows of a recorded step are damaged (tensor {name}, {nbytes} bytes); the step is "
+            "removed; record its template again"
+        )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from maskfx.ir.lent_methods import lent
 from maskfx.ir.part_hooks import acts
 from maskfx.ir.values import same_values
 
@@ -133,18 +134,14 @@ class ConstantParts:
     def _replaced(
         self, parts: Sequence[nn.Module], origins: Origins, adapted: Collection[int]
     ) -> Iterator[None]:
-        thread, replaced = threading.get_ident(), list[nn.Module]()
-        for part in parts:
-            changed = adapted and any(id(weight) in adapted for weight in part.parameters())
-            if id(part) not in self._refused and not changed and "forward" not in vars(part):
-                run = partial(self._run, part, part.forward, thread, origins)
-                part.__dict__["forward"] = run
-                replaced.append(part)
-        try:
+        thread = threading.get_ident()
+        with ExitStack() as stack:
+            for part in parts:
+                changed = adapted and any(id(weight) in adapted for weight in part.parameters())
+                if id(part) not in self._refused and not changed and "forward" not in vars(part):
+                    run = partial(self._run, part, part.forward, thread, origins)
+                    stack.enter_context(lent(part, run))
             yield
-        finally:
-            for part in replaced:
-                del part.__dict__["forward"]
 
     def _run(
         self,

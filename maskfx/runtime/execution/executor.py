@@ -37,7 +37,9 @@ from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
 
-# Computes a batch on other ranks and returns what the program's graph does; None if it can't.
+# Computes a batch on other ranks and returns what the program's graph does; None if it can't. One
+# whose attribute `reads_values` is False gets members without the values of their inputs: the ranks
+# compute these themselves.
 Split = Callable[[Program, bool, Frame, Sequence[ValidatedCall], Sequence[Member]], Any]
 
 
@@ -123,13 +125,17 @@ class BatchExecutor:
         members: Sequence[Member],
         split: Split | None,
     ) -> list[object]:
-        self._give(calls, members)
+        reads = split is None or getattr(split, "reads_values", True)
+        if reads:
+            self._give(calls, members)
         frame = self._frame(program, members)
         written = {i: m.written for i, m in enumerate(members) if m.written is not None}
         recording = bool(written) or any(m.recording for m in members)
         result = None
         if split is not None:
             result = split(program, recording, frame, calls, members)
+        if result is None and not reads:
+            self._give(calls, members)
         if result is None:
             result = self.graphs.run(GraphBatch(program, recording, frame, members))
         outputs, emitted = result if recording else (result, ())

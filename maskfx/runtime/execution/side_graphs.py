@@ -11,8 +11,8 @@ from torch import Tensor
 from maskfx.compiler.capture.captured import Capture, groups_of
 from maskfx.errors import InputError
 from maskfx.ir.lanes import Batch, Lane
-from maskfx.ir.lru import LruCache
 from maskfx.ir.program import SideGraph
+from maskfx.ir.weak_memo import WeakMemo
 from maskfx.runtime.lora.calls import adapted
 from maskfx.runtime.lora.layers import AdapterSet
 
@@ -23,8 +23,8 @@ class SideMemo:
     """Memoises the results of a request graph for as long as the same tensors are passed."""
 
     def __init__(self) -> None:
-        # tensors and adapters are held, because their ids are in the key
-        self.kept: LruCache[Hashable, tuple[list[object], Sequence[object]]] = LruCache(RESULTS)
+        # adapters are held, because ids of their updates are in the key
+        self.kept: WeakMemo[tuple[AdapterSet | None, Sequence[object]]] = WeakMemo(RESULTS)
 
     def run(
         self,
@@ -36,27 +36,26 @@ class SideMemo:
         adapters: AdapterSet | None = None,
     ) -> Sequence[object]:
         key: list[Hashable] = [owner, batch, None if adapters is None else adapters.key]
-        held = []
-        tensors = [values[i] for i in side.used if isinstance(values[i], Tensor)]
-        if any(t.is_inference() for t in tensors):  # in-place changes can't be detected
-            return run_side(side, capture, values, adapters)
+        tensors = []
         for i in side.used:
-            value, leaf = values[i], capture.leaves[i]
-            if isinstance(value, Tensor) and not leaf.step:
-                key.append((id(value), value._version))
-                held.append(value)
+            value = values[i]
+            if not isinstance(value, Tensor):
+                key.append(value)
+            elif capture.leaves[i].step:  # only its size is used
+                key.append(tuple(value.shape))
             else:
-                key.append(tuple(value.shape) if isinstance(value, Tensor) else value)
+                tensors.append(value)
 
-        def run() -> tuple[list[object], Sequence[object]]:
-            return [*held, adapters], run_side(side, capture, values, adapters)
+        def run() -> tuple[AdapterSet | None, Sequence[object]]:
+            results = run_side(side, capture, values, adapters)
+            return adapters, [r.detach() if isinstance(r, Tensor) else r for r in results]
 
-        return self.kept.find(tuple(key), run)[1]
+        return self.kept.made_of(tensors, run, tuple(key))[1]
 
     def drop(self, gone: Collection[int]) -> None:
         """Release the results of requests that have updates of these ids (of their `Layers`)."""
-        for key, (held, _) in self.kept.items():
-            if any(isinstance(own, AdapterSet) and own.has(gone) for own in held):
+        for key, (_, (adapters, _)) in self.kept.items():
+            if adapters is not None and adapters.has(gone):
                 self.kept.remove(key)
 
 

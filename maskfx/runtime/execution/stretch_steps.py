@@ -6,7 +6,7 @@ before it have computed in this step. Other members of the batch run along with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,12 +24,15 @@ from maskfx.runtime.backends.graph_function import Fetch, Run
 from maskfx.runtime.backends.pieces import PieceRunner
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
-from maskfx.runtime.cache.rolling.read_inputs import InputChanges, relative
+from maskfx.runtime.cache.rolling.read_inputs import InputChanges, Sums, relative
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.sites.stretch_choice import choose_together
 from maskfx.runtime.sites.stretch_sites import StretchSites
 
 RunnerKey = tuple[str, frozenset[str], bool]  # a program's code, its late inputs, with kernels
+
+# Given a stretch and the sums of its changes by member, returns those of all rows of the members.
+Together = Callable[[int, dict[int, Sums]], dict[int, Sums]]
 
 
 @dataclass
@@ -47,7 +50,12 @@ class StretchSteps:
     runners: dict[RunnerKey, StretchRunner] = field(default_factory=dict)
 
     def run(
-        self, program: Program, frame: Frame, members: Sequence[Member], fetch: Fetch
+        self,
+        program: Program,
+        frame: Frame,
+        members: Sequence[Member],
+        fetch: Fetch,
+        together: Together = lambda stretch, sums: sums,
     ) -> object:
         """Run a batch; return what the program's graph that records does.
 
@@ -56,6 +64,7 @@ class StretchSteps:
             frame: The frame of the batch, `by_stretch`.
             members: The members, with the sites of the first stretches chosen (`choose_first`).
             fetch: Returns the inputs of the graph.
+            together: Adds what other ranks found, where the batch is a part of the members' rows.
         """
         runner = self._runner(program, frame, members)
         caches = {n: chosen_of(m)[1] for n, m in enumerate(members) if m.choice is not None}
@@ -68,8 +77,11 @@ class StretchSteps:
             if open_:
                 choices = [member.choice for member in open_.values()]
                 compared = any(choice and choice.compares(stretch) for choice in choices)
-                rows = changes.at(stretch, lambda tap: values[runner.taps[tap]]) if compared else {}
-                choose(program.interface, open_, stretch, rows)
+                sums: dict[int, Sums] = {}
+                if compared:
+                    found = changes.at(stretch, lambda tap: values[runner.taps[tap]])
+                    sums = together(stretch, found)
+                choose(program.interface, open_, stretch, sums)
             frame.bring(members, runner.pieces.pieces[number].inputs)
 
         return runner.pieces(fetch, before)

@@ -121,7 +121,9 @@ class AdapterLoader:
                     self._busy.discard(child)
                 child.end()
         if "unfit" in head:
-            raise InputError(head["unfit"])
+            unfit = InputError(head["unfit"])
+            unfit.argument = "lora"
+            raise unfit
         raise AdapterError(f"{file.name}: {head['failed']}")
 
     def _take(self) -> ChildProcess:

@@ -8,8 +8,10 @@ out, with SIGBUS where it is mapped.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
+import signal
 import socket
 import struct
 import threading
@@ -19,6 +21,7 @@ Part = bytes | bytearray | memoryview
 COUNT = struct.Struct("<I")
 PARTS = 1 << 16  # limit per message
 BYTES = 1 << 30  # default limit per message
+PR_SET_PDEATHSIG = 1  # of Linux
 WATCH_SECONDS = 1.0  # between two looks at the parent's id, which show its death in any case
 
 
@@ -115,14 +118,22 @@ class Channel:
 def connect_to_parent(most: int = BYTES) -> Channel:
     """Return the channel to the process that started this one as a `ChildProcess`.
 
-    From then on, this process ends when the parent does or closes its end, also during a call.
-    Standard input, which was the channel, is empty afterwards.
+    From then on, this process ends when the parent does or closes its end, also during a call, and
+    on Linux also while it is stopped. Standard input, which was the channel, is empty afterwards.
     """
+    end_with_parent()
     line = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as empty:
         os.dup2(empty.fileno(), 0)
     threading.Thread(target=_end_with, args=(line, os.getppid()), daemon=True).start()
     return Channel(line, most=most)
+
+
+def end_with_parent() -> None:
+    """Have the system end this process with the thread that started it, if it is Linux."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with(line: socket.socket, parent: int) -> None:

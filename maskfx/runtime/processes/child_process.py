@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from maskfx.runtime.processes.channel import BYTES, Channel
 
@@ -46,11 +47,16 @@ class ChildProcess:
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(line.close)
             # a separate session, so that Ctrl-C in a terminal doesn't signal it
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *arguments],
-                stdin=theirs.fileno(),
-                env={**(os.environ if environment is None else environment), **import_paths()},
-                start_new_session=True,
+            self._process = (
+                starter()
+                .submit(
+                    subprocess.Popen,
+                    [sys.executable, "-P", "-m", module, *arguments],
+                    stdin=theirs.fileno(),
+                    env={**(os.environ if environment is None else environment), **import_paths()},
+                    start_new_session=True,
+                )
+                .result()
             )
             undo.pop_all()
         self.channel = Channel(line, seconds, most)
@@ -96,3 +102,19 @@ def import_paths() -> dict[str, str]:
     """Return the environment variable by which a child imports from the same places."""
     places = [os.path.abspath(place) for place in sys.path]
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(places))}
+
+
+_starters: dict[int, ThreadPoolExecutor] = {}  # by process: a fork has no threads
+
+
+def starter() -> ThreadPoolExecutor:
+    """Return a thread that lives as long as this process, to start others from.
+
+    The system ends a child, even one that is stopped, with the thread that started it
+    (`channel.end_with_parent`), and other threads may end before the child's work does.
+    """
+    own = os.getpid()
+    if own not in _starters:
+        _starters.clear()
+        _starters[own] = ThreadPoolExecutor(1, "maskfx starts processes")
+    return _starters[own]

@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
-from maskfx.compiler.capture.capture import capture, has_batch
+from maskfx.compiler.capture.attempt_sizes import has_batch
+from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.compile import Compilation, compile_capture
 from maskfx.config import Settings
 from maskfx.errors import InputError, SizesDisagree
@@ -219,6 +220,10 @@ class ProgramCache:
     ) -> Compilation:
         """Capture and compile the module for these arguments, in the way that narrows most."""
         dense = self.settings.mode == "dense"
+        if any(is_frozen_program(one, inputs, single) for one in self.every):
+            new = self._compiled(inputs, single=single, fixed=True)
+            if new.program is not None:
+                return new
         new = self._compiled(inputs, not dense, single)
         if not dense and not single and treats_alone(new):
             new = better(new, self._compiled(inputs, one=True))
@@ -374,12 +379,17 @@ def tried_in_vain(one: Compilation) -> bool:
     return one.capture.single and one.program is None
 
 
+def is_frozen_program(found: Compilation, inputs: Mapping[str, object], single: bool) -> bool:
+    """Return True for a program of one size that stands for calls with arguments like these."""
+    own, frozen = found.capture, found.program is not None and found.capture.frozen is not None
+    return frozen and own.single == single and own.in_spec == pytree.tree_structure(dict(inputs))
+
+
 def treats_alone(found: Compilation) -> bool:
     """Return True if the module may treat its samples one by one, which a batch of one shows."""
     fixed = found.capture.fixed_batch not in (None, 1)
-    return has_batch(found.capture.leaves) and (
-        found.program is None or fixed and bool(found.reasons)
-    )
+    whole = found.program is None or fixed and bool(found.reasons)
+    return has_batch(found.capture.leaves) and whole
 
 
 def asks_for_size(found: Compilation) -> bool:

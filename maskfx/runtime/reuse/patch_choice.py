@@ -7,14 +7,16 @@ computed them. The choices of all members of a batch are made together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
+from torch import Tensor
 
 from maskfx.ir.grids import Floats
 from maskfx.runtime.reuse.judges import Bools, Judge, PatchFeatures, TableJudge, Threshold
 from maskfx.runtime.reuse.patches import PatchReuse, PatchState
 from maskfx.runtime.sites.mask import Mask
+from maskfx.runtime.sites.patches import PatchGrid
 from maskfx.runtime.sites.stretch_choice import Choose
 
 
@@ -40,9 +42,26 @@ class StretchState(PatchState):
         self.age = np.where(computed, 1, self.age + 1)
 
 
+@dataclass(frozen=True, eq=False)
+class PatchSites:
+    """Returns the sites of patches.
+
+    Args:
+        grid: The patches.
+        within: The sites that may be computed; None: all.
+    """
+
+    grid: PatchGrid
+    within: Tensor | None = None
+
+    def __call__(self, row: Bools) -> Mask:
+        mask = self.grid.mask(row)
+        return Mask(mask if self.within is None else mask & self.within)
+
+
 @dataclass(eq=False)
 class PatchChoice:
-    """The choices of one call, made while its step runs.
+    """The choices of one call, made while its step runs; ranks that make them have equal copies.
 
     Args:
         settings: The greatest age, and whether stretches compute alike.
@@ -70,6 +89,14 @@ class PatchChoice:
     _masks: dict[bytes, Mask] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.begin()
+
+    def __getstate__(self) -> dict[str, object]:
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return {**kept, "together": None, "_masks": {}}
+
+    def __setstate__(self, kept: dict[str, object]) -> None:
+        self.__dict__.update(kept)
         self.begin()
 
     @property

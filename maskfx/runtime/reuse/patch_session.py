@@ -36,7 +36,7 @@ from maskfx.runtime.reuse.patch_calls import (
     PendingCall,
     shares_of,
 )
-from maskfx.runtime.reuse.patch_choice import PatchChoice, StretchState
+from maskfx.runtime.reuse.patch_choice import PatchChoice, PatchSites, StretchState
 from maskfx.runtime.reuse.patches import PatchDecision, PatchReuse, PatchState
 from maskfx.runtime.reuse.session import Times, recorded, times_of
 from maskfx.runtime.reuse.site_inputs import SiteInputs
@@ -209,11 +209,9 @@ class PatchSession:
             settle = partial(self._settled, pending, finish)
             return PatchDecision(state, settings, judge, change, noise, number, settle)
 
-        def mask_of(row: Bools) -> Mask:
-            return Mask(self._mask_of(row, pending.everywhere, {}))
-
+        sites = PatchSites(self.grid, None if pending.everywhere else self._masked)
         choice = PatchChoice(
-            self.settings, self._judge, own.state, change, self._inside, noise, number, mask_of
+            self.settings, self._judge, own.state, change, self._inside, noise, number, sites
         )
         return finish(replace(pending, computed=None, choice=choice))
 

@@ -45,6 +45,9 @@ class PatchGrid:
                     f"shape {self.shape}; give the rows and columns of packed tokens, or None"
                 )
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return PatchGrid, (self.shape, self.side, self.grid, self.first)  # not what follows of it
+
     @cached_property
     def ids(self) -> Ids:
         """Return the patch of each site, flattened."""

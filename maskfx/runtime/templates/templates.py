@@ -249,8 +249,9 @@ class Templates:
 
     @property
     def _in_parts(self) -> bool:
-        """Whether rows on disk are read by plans, instead of whole steps."""
-        return bool(self.denoiser.settings.plans and self.denoiser.planner is not None)
+        """Whether rows on disk are read by plans or by ranks, instead of whole steps."""
+        plans = self.denoiser.settings.plans and self.denoiser.planner is not None
+        return bool(plans or self.denoiser.reads_apart)
 
     @cached_property
     def _revision(self) -> str:

@@ -5,7 +5,7 @@ Knows nothing of programs and recordings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.roles import EACH_FRAME, Argument, are_samples
-from maskfx.ir.lru import LruCache
+from maskfx.ir.weak_memo import WeakMemo
 
 VIEWS = 512  # kept: arguments cut for a sample, so that the same argument gives the same tensor
 
@@ -73,8 +73,8 @@ class SampleArguments:
     """
 
     def __init__(self) -> None:
-        self._views: LruCache[Hashable, tuple[Tensor, Tensor]] = LruCache(VIEWS)
-        self._lengths: LruCache[Hashable, tuple[Tensor, list[int]]] = LruCache(VIEWS)
+        self._views: WeakMemo[Tensor] = WeakMemo(VIEWS)
+        self._lengths: WeakMemo[list[int]] = WeakMemo(VIEWS)
 
     def split(self, inputs: Inputs, leaves: Sequence[Argument], batch: int) -> list[Inputs]:
         """Return the arguments of each sample; those of one sample may be the call's own."""
@@ -138,15 +138,13 @@ class SampleArguments:
         if not cuts:
             return value
 
-        def view() -> tuple[Tensor, Tensor]:
+        def view() -> Tensor:
             found = value
             for axis, start, length in cuts:
                 found = found.narrow(axis, start, length)
-            return value, found
+            return found.detach()
 
-        if not keep or value.is_inference():
-            return view()[1]
-        return self._views.find((id(value), value._version, cuts), view)[1]
+        return self._views.made_of([value], view, cuts) if keep else view()
 
     def _texts(self, inputs: Inputs, leaves: Mapping[str, Argument]) -> dict[str, list[int]]:
         """Return by role the length of each sample's text, where masks leave out the rest."""
@@ -166,14 +164,12 @@ class SampleArguments:
     def _kept(self, mask: Tensor) -> list[int]:
         """Return how many first tokens of each sample a mask keeps; [] if it keeps others, too."""
 
-        def read() -> tuple[Tensor, list[int]]:
+        def read() -> list[int]:
             kept = mask != 0
             lengths = kept.sum(1)
             first = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
             clear = (kept == first).all() & (lengths > 0).all() & (mask == kept).all()
             counts = torch.cat([lengths, clear[None].to(lengths.dtype)]).tolist()
-            return mask, counts[:-1] if counts[-1] else []
+            return counts[:-1] if counts[-1] else []
 
-        if mask.is_inference():
-            return read()[1]
-        return self._lengths.find((id(mask), mask._version), read)[1]
+        return self._lengths.made_of([mask], read)

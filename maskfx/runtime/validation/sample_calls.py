@@ -191,6 +191,12 @@ def joined_cache(inputs: ValidatedInputs, parts: Sequence[StepCache]) -> StepCac
     columns = zip(*(part.output for part in parts), strict=True)
     output = [join(own) if isinstance(own[0], Tensor) else own[0] for own in columns]
     found = inputs.recording(output, parts[0].weights)
+    join_rows(found, parts)
+    return found
+
+
+def join_rows(found: StepCache, parts: Sequence[StepCache]) -> None:
+    """Give a recording without rows those of its samples, and what edits need to know of them."""
     found.adapters = parts[0].adapters
     for tap in parts[0].rows:
         found.rows[tap] = torch.cat([whole(part.rows[tap]) for part in parts])
@@ -202,7 +208,6 @@ def joined_cache(inputs: ValidatedInputs, parts: Sequence[StepCache]) -> StepCac
             torch.cat([stats.centre for stats in each]),
             first.size,
         )
-    return found
 
 
 def part_of(cache: StepCache, index: int, stacked: bool) -> StepCache:

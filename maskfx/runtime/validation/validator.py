@@ -7,7 +7,9 @@ objects: tensors count their changes in place. The checks themselves are in `val
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -74,6 +76,7 @@ class Validator:
         self.weights = weights
         self._signature = signature_of(module)
         self._inputs: dict[int, tuple[object, list[object], Mark, ValidatedInputs]] = {}
+        self._held: Counter[int] = Counter()  # ids of arguments that steps are still read of
         self._masks = MaskCache()
         self.adapters = SetCache(module)
         self._fits: MutableMapping[StepCache, LruCache[Mask, Fit]] = WeakIdKeyDictionary()
@@ -121,9 +124,30 @@ class Validator:
         self._inputs[id(given)] = (given, leaves, mark, found)  # held: an id may be reused
         return found
 
+    @contextmanager
+    def held(
+        self, steps: Sequence[AnyStep], lock: AbstractContextManager[object]
+    ) -> Iterator[None]:
+        """Keep what is found out about the arguments of steps that are validated again.
+
+        Args:
+            steps: The steps.
+            lock: Held while this object changes.
+        """
+        numbers = [id(step.inputs) for step in steps]
+        with lock:
+            self._held.update(numbers)
+        try:
+            yield
+        finally:
+            with lock:
+                self._held -= Counter(numbers)
+                self.end_step()
+
     def end_step(self) -> None:
         """Drop the inputs of a step that has run: they are not passed again."""
-        self._inputs.clear()
+        for number in self._inputs.keys() - self._held.keys():
+            del self._inputs[number]
 
     def forget(self) -> None:
         """Drop all results; call it when weights or captures change."""

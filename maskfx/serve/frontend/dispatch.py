@@ -116,7 +116,7 @@ class Dispatch:
         loads: LoadFacts | None = None,
         disk: str = "",
     ) -> None:
-        self.pool.join(name, slots, self._clock(), disk)
+        self.pool.join(name, max(1, slots), self._clock(), disk)
         if loads is not None:
             self._costs.learn_loads(loads)
         for template, nbytes in (on_disk or {}).items():
@@ -155,7 +155,7 @@ class Dispatch:
         if tick:
             self._expire(now)
         kept = self._start_alone(now)
-        workers = [worker for worker in self.pool.open() if worker is not kept]
+        workers = [w for w in self.pool.open() if kept is None or w.name != kept.name]
         demands = [ticket.demand for ticket in self.waiting.values() if not ticket.alone]
         if demands and workers and (tick or any(worker.free > 0 for worker in workers)):
             decision = self._scheduler.decide(now, demands, workers)
@@ -244,6 +244,15 @@ class Dispatch:
         if ticket is not None:
             left = ticket.demand.work.computed(said.steps - said.step)
             self.pool.mates[worker].moved_on(said.id, left, self._clock())
+
+    def aside(self, worker: str, ids: Sequence[str]) -> None:
+        """Note which requests wait for an adapter, or for another one's recording.
+
+        They take no part in steps, so they keep no other request from starting.
+        """
+        mate = self.pool.mates.get(worker)
+        if mate is not None:
+            mate.aside = set(ids)
 
     def spell(self, worker: str, said: JobSpan) -> None:
         ticket = self._current(worker, said.id, said.attempt)

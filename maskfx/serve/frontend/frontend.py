@@ -369,6 +369,7 @@ class Front:
         match message:
             case Alive():
                 self._counts.heard(worker, message.cache)
+                self._dispatch.aside(worker, message.aside)
             case Logged():
                 log_again(message.line)
             case JobProgress():
@@ -394,7 +395,6 @@ class Front:
             log.info("worker_ready", worker=worker, model=card.name, slots=ready.slots)
             self._readiness.loaded(card)
             self._nodes.joined(worker, ready.node)
-            slots = max(1, ready.slots)
-            self._dispatch.joined(worker, slots, ready.on_disk, ready.loads, ready.disk)
+            self._dispatch.joined(worker, ready.slots, ready.on_disk, ready.loads, ready.disk)
             self._images.report_unknown(ready.on_disk, self._forget_unknown)
             self._decide_soon()

@@ -67,6 +67,7 @@ class RequestTicket:
             images=[image.shape for image in pictures.images],
             mask=None if pictures.mask is None else pictures.mask.shape,
             controls=[image.shape for image in pictures.controls],
+            shown=[image.shape for image in pictures.shown],
             left=None if self.demand.due == inf else max(0.0, self.demand.due - now),
             traced=self.trace is not None,
         )

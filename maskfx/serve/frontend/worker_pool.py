@@ -6,7 +6,7 @@ Knows nothing of processes or sockets.
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from maskfx.scheduling.load import Demand, Running, TemplateTier, Worker
@@ -26,6 +26,7 @@ class WorkerState:
     moved: float  # time of the last step, or of the first request's start
     disk: str = ""  # identifies the directory of its templates
     alone: bool = False  # its request must not share the batch
+    aside: set[str] = field(default_factory=set)  # requests that take no part in its steps
     good: int = 0  # images since the last out-of-memory failure
     crowd: int = 0  # requests in the current step
     spent: float = 0.0  # total seconds of all steps
@@ -38,6 +39,14 @@ class WorkerState:
     @property
     def name(self) -> str:
         return self.load.name
+
+    def stepping(self) -> Worker:
+        """Return the worker without requests that wait aside; of these, `most` are left out."""
+        running = self.load.running
+        aside = [one for one in running if one.demand.id in self.aside][: self.most]
+        if not aside:
+            return self.load
+        return replace(self.load, running=[one for one in running if one not in aside])
 
     def start(self, demand: Demand, now: float, alone: bool) -> None:
         self.lone = None if self.load.running else (demand.id, now, self.spent)
@@ -103,8 +112,8 @@ class WorkerPool:
         self.mates.pop(name, None)
 
     def open(self) -> list[Worker]:
-        """Return the workers that accept requests into a shared batch."""
-        return [mate.load for mate in self.mates.values() if not mate.alone]
+        """Return the workers that accept requests into a shared batch, as they step now."""
+        return [mate.stepping() for mate in self.mates.values() if not mate.alone]
 
     def emptiest(self) -> WorkerState | None:
         """Return the worker with the fewest requests, for a request that must run alone."""

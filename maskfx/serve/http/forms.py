@@ -156,6 +156,15 @@ class Form(BaseModel):
 class AnsweredForm(Form):
     """The fields of the routes that return images."""
 
+    ip_adapter_image: Annotated[
+        list[bytes],
+        Upload("body_bytes"),
+        Requires("ip_adapters"),
+        Field(
+            max_length=CONTROLS,
+            description=f"{FILES}; shown to an IP-Adapter, or one to each in their order.",
+        ),
+    ] = []
     n: Annotated[
         int, AtMost("pictures"), Field(ge=1, description="With seeds seed, seed + 1, …")
     ] = 1

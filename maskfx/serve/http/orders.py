@@ -32,6 +32,7 @@ from maskfx.serve.http.forms import (
     wrong,
 )
 from maskfx.serve.http.uploads import PictureReader, same
+from maskfx.serve.ip_adapters import chosen
 from maskfx.serve.request import (
     SEEDS,
     Card,
@@ -157,6 +158,9 @@ class Orders:
             check_controls(len(form.control_image), used)
         check_scales(form.parameters().get("control_scale"), used)
         check_range(*map(form.parameters().get, ("control_start", "control_end")))
+        if isinstance(form, AnsweredForm):
+            choice, ip_scales = map(form.parameters().get, ("ip_adapters", "ip_scale"))
+            chosen(choice, ip_scales, len(form.ip_adapter_image), card.ip_adapters)
         if isinstance(form, EditForm) and len(form.image) > 1 and "images" not in card.takes:
             raise ApiError(
                 "unsupported_parameter",
@@ -229,6 +233,7 @@ class Orders:
             (*(next(planes) for _ in first), *inside),
             None if pictures.mask is None else next(planes).view(np.bool_),
             tuple(planes),
+            pictures.shown,
         )
 
     async def _resized(

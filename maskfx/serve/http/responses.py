@@ -143,6 +143,7 @@ def properties(card: Card, pixels: int) -> Said:
         "site": card.site,
         "controls": card.controls if "control" in card.takes else 0,
         "controlnets": card.nets,
+        "ip_adapters": card.ip_adapters,
         "loras": card.loras,
     }
 

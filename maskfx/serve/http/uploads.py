@@ -1,4 +1,4 @@
-"""Decodes the files of a form: images, mask and control images.
+"""Decodes the files of a form: images, mask, control images and those for IP-Adapters.
 
 Owns the meaning of a mask: transparent = edit unless `mask_mode` is luminance; no mask is guessed.
 """
@@ -16,7 +16,7 @@ from maskfx.serve.codecs.pool import Codecs, Decoded
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
 from maskfx.serve.http.cancellation import together
-from maskfx.serve.http.forms import EditForm, Form, TemplateForm, wrong
+from maskfx.serve.http.forms import AnsweredForm, EditForm, Form, TemplateForm, wrong
 from maskfx.serve.request import Mask, Pictures, Pixels
 
 URL = re.compile(rb"\s*([a-zA-Z][a-zA-Z0-9+.-]{0,31}):")
@@ -32,7 +32,7 @@ class PictureReader:
         self._codecs, self._limits = codecs, limits
 
     async def read(self, form: Form, kept: Pixels | None = None) -> Pictures:
-        """Decode the images, mask and control images of a form.
+        """Decode all pictures of a form.
 
         Args:
             form: The form.
@@ -42,10 +42,12 @@ class PictureReader:
         if isinstance(form, EditForm):
             check_mask_fields(form)
             masks = form
-        given, mask, controls = await together(
+        shown = form.ip_adapter_image if isinstance(form, AnsweredForm) else []
+        given, mask, controls, references = await together(
             self._images(files, "image"),
             self._mask(masks),
             self._images(form.control_image, "control_image"),
+            self._images(shown, "ip_adapter_image"),
         )
         images = tuple(one.pixels for one in given)
         if not given and kept is not None:
@@ -54,7 +56,8 @@ class PictureReader:
             mask = given[0].clear
         if images and mask is not None:
             check_mask(mask, images[0], masks)
-        return Pictures(images, mask, tuple(one.pixels for one in controls))
+        pixels = (tuple(one.pixels for one in several) for several in (controls, references))
+        return Pictures(images, mask, *pixels)
 
     async def _images(self, files: Sequence[bytes], param: str) -> list[Decoded]:
         return list(await together(*(self._image(file, param) for file in files)))

@@ -35,6 +35,7 @@ NOTHING: Mapping[str, object] = {}
 OURS = frozenset(
     {
         *("prompt", "image", "mask_image", "control_image", "generator", "latents"),
+        *("ip_adapter_image", "ip_adapter_image_embeds"),
         *("height", "width", "max_area", "num_images_per_prompt", "output_type", "return_dict"),
         "padding_mask_crop",
         *(CALLBACK, TENSORS),

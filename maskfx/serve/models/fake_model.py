@@ -161,6 +161,9 @@ class FakeModel:
             self._queue.pop(id, None)
             self._batch.pop(id, None)
 
+    def aside(self) -> list[str]:
+        return []
+
     def forget(self, template: str) -> None:
         with self._changed:
             self._templates.pop(template, None)

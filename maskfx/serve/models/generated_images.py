@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 from PIL import Image
 
 from maskfx.ir.lru import LruCache
+from maskfx.pipelines.adapters.lora import Lora
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.digests import digest
 from maskfx.pipelines.templates.recording_attempts import KNOWN
@@ -78,5 +80,6 @@ def edits_by_generator(family: PipelineSet) -> bool:
 def key_of(generator: PipelineMember, arguments: Mapping[str, object]) -> str:
     """Return what a recording with these arguments depends on, apart from the pipeline."""
     state, own = pipeline_state_of(generator.pipe), dict(arguments)
-    loras = own.pop("lora", None)
+    given: Any = own.pop("lora", ())
+    loras = [one.key if isinstance(one, Lora) else one for one in given]
     return digest([recording_arguments(state.call, own, False, state.usual)[1], loras])

@@ -59,7 +59,7 @@ def told(error: BaseException) -> tuple[str, str, str | None]:
     if isinstance(error, AdapterError):
         return "lora_unavailable", clean(str(error)), "lora"
     if isinstance(error, InputError):
-        return "invalid_value", clean(str(error)), None
+        return "invalid_value", clean(str(error)), error.argument
     if isinstance(error, ValueError) and raised_by_pipeline(error):
         return "invalid_value", f"The model's pipeline refuses this: {clean(str(error))}", None
     return "generation_failed", f"The picture couldn't be made ({type(error).__name__}).", None

@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 
 from maskfx.engine.engine import Engine
-from maskfx.engine.ticket import Ticket
+from maskfx.engine.ticket import Ticket, TicketState
+from maskfx.pipelines.adapters.lora import Lora
 from maskfx.pipelines.callbacks import reads_only
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.quality import Quality
@@ -48,6 +49,11 @@ class JobState:
         if self.job.left is None:
             return None
         return max(0.0, self.job.left - (time.monotonic() - self.began))
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for an adapter, or for another one's recording."""
+        return self.ticket is not None and self.ticket.state is TicketState.WAITING
 
     def submitted(self, ticket: Ticket) -> Ticket:
         self.ticket = ticket
@@ -216,9 +222,14 @@ class JobRunner:
             raise unsupported("control", "This model has no network beside its denoiser.")
         if request.late_parallel == "late" and self.engine.runner.ranks == 1:
             raise unsupported("parallel", "One process computes each step of this server.")
+        member.ip_adapters.check(request, len(state.pictures.shown))
         found = signature.arguments(request)
-        if request.lora is not None:
-            found["lora"] = self._loras(request.lora)
+        loras = self._loras(request.lora)
+        loras += member.ip_adapters.loras(request, len(state.pictures.shown))
+        if loras:
+            found["lora"] = loras
+        shown = [*map(Image.fromarray, state.pictures.shown)]
+        found |= member.ip_adapters.pictures(request, shown)
         width, height = canvas.padded
         if signature.has("height") and signature.has("width"):
             found |= {"height": height, "width": width}
@@ -233,13 +244,15 @@ class JobRunner:
             found["control_image"] = signature.control(images, request.nets, blank)
         return found
 
-    def _loras(self, text: str) -> list[tuple[str, float]]:
+    def _loras(self, text: str | None) -> list[tuple[str, float] | Lora]:
         """Return the names and weights of a request's LoRAs, which are all registered."""
+        if text is None:
+            return []
         adapters, found = pipeline_state_of(self.family.main.pipe).adapters(), loras_in(text)
         for name, _ in found:
             if name not in adapters:
                 raise ApiError("lora_not_found", f"There is no LoRA {name!r}.", param="lora")
-        return found
+        return [*found]
 
     def _with_template(self, made: Made, name: str) -> Made:
         return replace(made, template=name, template_bytes=dict(self.family.library.nbytes(name)))

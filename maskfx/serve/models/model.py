@@ -66,6 +66,10 @@ class Model(Protocol):
         """Remove a job from the batch before its next step; ignore unknown ids."""
         ...
 
+    def aside(self) -> list[str]:
+        """Return the ids of jobs that wait for an adapter, or for another one's recording."""
+        ...
+
     def forget(self, template: str) -> None:
         """Unpin and drop a template."""
         ...

@@ -29,6 +29,7 @@ from maskfx.scheduling.step_reports import StepMember, Stepped
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.messages import Failed, Job, Ready
 from maskfx.serve.models.helper_choice import helper_pays, run_edits
+from maskfx.serve.models.ip_adapter_files import load_ip_adapters, names_of
 from maskfx.serve.models.job_errors import failed, is_lost
 from maskfx.serve.models.job_runner import JobRunner, JobState
 from maskfx.serve.models.model import Lost, Made, Tell
@@ -84,13 +85,15 @@ class PipelineModel:
             pipe = load_pipeline(
                 settings.model, settings.dtype, settings.device, settings.controlnets
             )
+            if settings.ip_adapters:
+                load_ip_adapters(pipe, settings.ip_adapters, settings.image_encoder)
         self.tiers = tiers_of(settings)
         self.recordings = Recordings(self.tiers, settings.cache_dir)
         self.loader = loader_of(settings)
         programs = programs_of(settings)
         plans = plans_of(settings)
         self._compiled = compiling(quality_of(settings), self.tiers, self.loader, programs, plans)
-        family = PipelineSet.of(pipe, self._compiled, told)
+        family = PipelineSet.of(pipe, self._compiled, told, names_of(settings.ip_adapters))
         if settings.ranks > 1:
             check_denoisers(family)
         self.adapters = adapters_of(settings, family)
@@ -158,6 +161,7 @@ class PipelineModel:
             slots=settings.max_num_seqs,
             controls=signature.controls,
             nets=list(signature.names),
+            ip_adapters=self.family.ip_adapters.names,
             margin=margin_sites(quality.margin, self.runner.warmth.site),
             every=quality.every,
             least=quality.least,
@@ -187,6 +191,8 @@ class PipelineModel:
             found.add("reuse")
         if self.settings.ranks > 1:
             found.add("late_parallel")
+        if self.family.ip_adapters.adapters:
+            found |= {"ip_adapters", "ip_scale"}
         return found | ({"lora"} if self.adapters is not None else set())
 
     def start(self, job: Job, pictures: Pictures) -> None:
@@ -206,6 +212,10 @@ class PipelineModel:
             state = self._sittings.get(id)
         if state is not None:
             state.cancel()
+
+    def aside(self) -> list[str]:
+        with self._lock:
+            return [id for id, state in self._sittings.items() if state.waits]
 
     def forget(self, template: str) -> None:
         """Unpin and drop a template by its client name or by the name of a recording.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from pathlib import Path
@@ -28,6 +28,7 @@ from maskfx.pipelines.templates.template_library import TemplateLibrary
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.serve.models.call_signature import NOTHING, OURS, CallSignature
+from maskfx.serve.models.ip_adapters import IpAdapters
 
 log = logging.getLogger(__name__)
 
@@ -60,14 +61,21 @@ class PipelineMember:
     told: Mapping[str, object] = field(
         default_factory=dict
     )  # call arguments from the model's folder
+    ip_adapters: IpAdapters = field(default_factory=IpAdapters)  # of the model
     signature: CallSignature = field(init=False)
 
     def __post_init__(self) -> None:
         self.signature = CallSignature.of(self.plain, self.told)
 
     @classmethod
-    def of(cls, pipe: Pipeline, compiled: Compile, told: Mapping[str, object]) -> PipelineMember:
-        made = cls(copy.copy(pipe), compiled(pipe), told)
+    def of(
+        cls,
+        pipe: Pipeline,
+        compiled: Compile,
+        told: Mapping[str, object],
+        ip_adapters: IpAdapters,
+    ) -> PipelineMember:
+        made = cls(copy.copy(pipe), compiled(pipe), told, ip_adapters)
         pipeline_state_of(made.pipe).usual = told
         return made
 
@@ -84,7 +92,11 @@ class PipelineSet:
 
     @classmethod
     def of(
-        cls, pipe: Pipeline, compiled: Compile, told: Mapping[str, object] = NOTHING
+        cls,
+        pipe: Pipeline,
+        compiled: Compile,
+        told: Mapping[str, object] = NOTHING,
+        ip_adapters: Sequence[str] = (),
     ) -> PipelineSet:
         """Build the set from a loaded pipeline and its diffusers classes for the other tasks.
 
@@ -92,9 +104,10 @@ class PipelineSet:
             pipe: The loaded pipeline.
             compiled: Function that compiles a pipeline.
             `told`: Call arguments from the model's folder (`call.json`).
+            ip_adapters: Names of the pipeline's IP-Adapters.
         """
         edits, generates = roles_of(pipe)
-        made = cls.made(edits, generates, compiled, told)
+        made = cls.made(edits, generates, compiled, told, IpAdapters.of(pipe, ip_adapters))
         made.check_told(told)
         return made
 
@@ -105,11 +118,12 @@ class PipelineSet:
         generates: Pipeline | None,
         compiled: Compile,
         told: Mapping[str, object],
+        ip: IpAdapters,
     ) -> PipelineSet:
-        editor = None if edits is None else PipelineMember.of(edits, compiled, told)
+        editor = None if edits is None else PipelineMember.of(edits, compiled, told, ip)
         generator = editor if generates is edits else None
         if generates is not None and generates is not edits:
-            generator = PipelineMember.of(generates, compiled, told)
+            generator = PipelineMember.of(generates, compiled, told, ip)
             if editor is not None:
                 share_denoisers(editor.pipe, generator.pipe)
         return cls(editor, generator)
@@ -137,6 +151,10 @@ class PipelineSet:
         member = self.editor or self.generator
         assert member is not None, "a family has a member"
         return member
+
+    @property
+    def ip_adapters(self) -> IpAdapters:
+        return self.main.ip_adapters
 
     @property
     def library(self) -> TemplateLibrary:

@@ -123,7 +123,7 @@ def arguments_of(member: PipelineMember, canvas: Canvas, steps: int = STEPS) -> 
     """Return the arguments of a minimal call."""
     signature = member.signature
     width, height = canvas.padded
-    given: dict[str, object] = {**signature.told, "prompt": ""}
+    given: dict[str, object] = {**signature.told, "prompt": "", **member.ip_adapters.blank()}
     if signature.has("num_inference_steps"):
         given["num_inference_steps"] = steps
     if "strength" in signature.told:  # a low strength could skip all of the few steps

@@ -7,7 +7,6 @@ receives Stop, when the front end is silent for too long, or when its parent die
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -46,7 +45,6 @@ from maskfx.serve.workers.latest_counts import LatestCounts
 from maskfx.serve.workers.link import WorkerLink
 from maskfx.serve.workers.pixels import Part, part_of, read
 
-PR_SET_PDEATHSIG = 1
 REFUSED = 78  # exit code: the model can't be loaded, and a retry won't help
 DEVICE_LOST = 79  # exit code: the device failed while computing
 CONNECT_SECONDS = 15.0  # to reach the front end
@@ -198,7 +196,8 @@ class WorkerProcess:
         """Return the heartbeat; called by the link's thread, also while the model is loading."""
         with self._lock:
             running = len(self._jobs)
-        return Alive(running, self._counts())
+        aside = [] if self._model is None else self._model.aside()
+        return Alive(running, self._counts(), aside)
 
 
 def unreachable(place: WorkerAddress) -> Unreachable:
@@ -214,7 +213,8 @@ def pictures_of(job: Job, parts: Iterator[Part]) -> Pictures:
     """Read a job's pixels."""
     images = tuple(read(shape, parts) for shape in job.images)
     mask = None if job.mask is None else read(job.mask, parts).astype(bool)
-    return Pictures(images, mask, tuple(read(shape, parts) for shape in job.controls))
+    controls = tuple(read(shape, parts) for shape in job.controls)
+    return Pictures(images, mask, controls, tuple(read(shape, parts) for shape in job.shown))
 
 
 def load_model(settings: ServeSettings, tell: Tell) -> Model:
@@ -228,20 +228,12 @@ def load_model(settings: ServeSettings, tell: Tell) -> Model:
     return model
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent does, even if it holds the GIL."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> int:
     address, name = sys.argv[1:]
     place = WorkerAddress(address, name)
     # handlers instead of SIG_IGN, which subprocesses of a model would inherit
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    die_with_parent()
     (text,) = connect_to_parent().receive()
     settings = ServeSettings.model_validate_json(text)
     configure_logs(settings.log_level, worker=place.name)

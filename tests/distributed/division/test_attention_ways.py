@@ -105,6 +105,11 @@ def test_each_level_attends_in_its_cheapest_way(denoiser: CompiledDenoiser) -> N
     ways = chosen((rest[0] + rest[1]) / 2)
     assert not isinstance(ways, str)
     assert [name for name, _ in ways] == [fine]
+    seconds = [
+        divider.ways(program, members, 2, LinkCosts(rest[1] / 2, load, 0.0, 1e-9))[2][1]
+        for load in (0.0, 1.0)
+    ]  # a degree is predicted with the ways that its attentions would have
+    assert seconds[0] - seconds[1] == pytest.approx(sum(rest) - rest[1])
     loaded = []
     for each in ("gathered", ways, chosen(rest[1] / 2)):
         split = ThreadRanks(denoiser.settings, halves, each)

@@ -4,7 +4,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maskfx.passes.canonicalize.convolutions import canonicalize_convolutions
-from tests.passes.tools import Inputs, check_values, numbers, run_pass, shared, timed, tokens
+from tests.passes.tools import (
+    Inputs,
+    check_values,
+    numbers,
+    picture,
+    run_pass,
+    shared,
+    timed,
+    tokens,
+)
 
 
 def patches(seed: int = 0, wide: bool = False) -> Inputs:
@@ -42,6 +51,29 @@ class Other(nn.Module):
         return out.unflatten(0, hidden_states.shape[:2])
 
 
+class Causal(nn.Module):
+    """Causal convolutions of the sites in a row: padded at both ends, cut at the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv1d(4, 4, 4, padding=3, groups=4)
+        self.apart = nn.Conv1d(4, 4, 3, padding=4, dilation=2)
+        self.kept = nn.Conv1d(4, 4, 3, padding=2)
+
+    def forward(self, sample: Tensor) -> Tensor:
+        rows = sample.flatten(2)
+        rows = self.wide(rows)[..., : rows.shape[-1]].tanh() + rows
+        return (self.apart(rows)[..., :-4] + rows).view_as(sample)
+
+
+class Uncut(Causal):
+    """Places at the beginning, or fewer than too many, are cut off."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        rows = sample.flatten(2)
+        return (self.kept(rows)[..., 2:] + self.kept(rows)[..., 1:-1] + rows).view_as(sample)
+
+
 class Styled(nn.Module):
     """The samples are groups of one input, with weights that the timestep scales."""
 
@@ -74,6 +106,14 @@ def test_spells_windows_as_large_as_the_input_as_linear_layers() -> None:
     assert run.gained("linear") == 2
     assert not run.after["conv3d"] + run.after["conv1d"]
     check_values(shared(Patched), patches, oracle=False)  # the twin has no such convolution
+
+
+def test_causal_windows_read_nothing_behind_a_site() -> None:
+    run = run_pass(canonicalize_convolutions, shared(Causal), picture)
+    assert run.rewrites == run.gained("pad") == 2
+    assert run.second_run_is_idle()
+    check_values(shared(Causal), picture, oracle=False)
+    assert run_pass(canonicalize_convolutions, shared(Uncut), picture).unchanged
 
 
 def test_keeps_other_windows() -> None:

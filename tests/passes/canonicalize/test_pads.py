@@ -46,12 +46,29 @@ class Others(nn.Module):
         return a + b + c + d + e
 
 
+class MoreKeys(nn.Module):
+    """Keys and values before and behind the sites, in attention written out."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        q = sample.flatten(2).mT[:, None]
+        k, v = F.pad(q.cos(), [0, 0, 1, 2]), F.pad(q.sin(), [0, 0, 1, 2], value=0.5)
+        mixed = (q @ k.mT).softmax(-1) @ v
+        return sample + mixed[:, 0].mT.reshape(sample.shape)
+
+
 @pytest.mark.parametrize("kind", [Inserted, Before])
 def test_widens_axes_of_one_by_a_choice(kind: Callable[[], nn.Module]) -> None:
     module = shared(kind)
     run = run_pass(canonicalize_pads, module, picture)
     assert run.rewrites == run.gained("where") == -run.gained("pad") == 1
     check_values(module, picture, oracle=False)  # the twin knows no zeros between sites
+
+
+def test_pads_of_keys_are_joins() -> None:
+    module = shared(MoreKeys)
+    run = run_pass(canonicalize_pads, module, picture)
+    assert run.rewrites == run.gained("cat") == -run.gained("pad") == 2
+    check_values(module, picture)
 
 
 def test_keeps_other_pads() -> None:

@@ -268,9 +268,9 @@ def test_refuses_what_json_has_no_word_for(part: str, value: list[Any], said: st
 
 def test_refuses_another_schema():
     data = encode(a_step())
-    assert data.count(b'\\"schema\\": 4,') == 1
-    with pytest.raises(CacheError, match="schema 5, this maskfx reads 4; record it again"):
-        decode(data.replace(b'\\"schema\\": 4,', b'\\"schema\\": 5,'))
+    assert data.count(b'\\"schema\\": 5,') == 1
+    with pytest.raises(CacheError, match="schema 6, this maskfx reads 5; record it again"):
+        decode(data.replace(b'\\"schema\\": 5,', b'\\"schema\\": 6,'))
 
 
 def test_bytes_that_are_no_step_are_refused_by_name():

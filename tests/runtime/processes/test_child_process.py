@@ -106,9 +106,13 @@ def test_a_child_that_doesnt_end_by_itself_is_killed(child: ChildProcess) -> Non
 
 
 PARENT = """
-import os, time
+import os, threading, time
 from maskfx.runtime.processes.child_process import ChildProcess
-child = ChildProcess("tests.runtime.processes.echo")
+made = []
+thread = threading.Thread(target=lambda: made.append(ChildProcess("tests.runtime.processes.echo")))
+thread.start()
+thread.join()  # the child outlives the thread that asked for it
+[child] = made
 child.channel.send(b"sleep")
 child.channel.receive()
 if os.fork() == 0:  # it keeps the parent's end of the channel open
@@ -119,12 +123,15 @@ time.sleep(30)
 """
 
 
-def test_a_child_ends_when_its_parent_is_killed() -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_child_ends_when_its_parent_is_killed(stopped: bool) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
+        if stopped:
+            os.kill(pid, signal.SIGSTOP)
         parent.kill()
         wait_for_end(pid)
         os.killpg(parent.pid, signal.SIGKILL)  # the forked one

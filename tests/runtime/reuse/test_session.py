@@ -21,8 +21,6 @@ TOKENS, GRID = Size(1, 6, 4, 7), Size(1, 8, 8, 7)
 STEPS = 12
 ROUNDING = 1e-4
 
-pytestmark = pytest.mark.xdist_group("session")  # one process compiles the two models
-
 
 def flux_mask(size: Size = TOKENS, seed: int = 0) -> Tensor:
     return masks.square((size.height * size.width,), seed)

@@ -57,6 +57,8 @@ class CountingDisk(Disk):
 class MemoryParts:
     """An entry in memory, read in parts."""
 
+    elsewhere = False
+
     def __init__(self, payload: bytes) -> None:
         self.payload, self.nbytes, self.speed = payload, len(payload), ReadSpeed()
         self.damaged = 0

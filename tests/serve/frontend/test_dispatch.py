@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from maskfx.runtime.step_kinds import StepKind
+from maskfx.scheduling.cost_model import START, LearnedCosts
 from maskfx.scheduling.load import TemplateTier
+from maskfx.scheduling.router import make_router
+from maskfx.scheduling.scheduler import SlackScheduler
 from maskfx.scheduling.step_reports import LoadFacts, StepMember, Stepped
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.dispatch import Dispatch
@@ -415,3 +418,41 @@ def test_it_counts_what_happens(context: Desk) -> None:
         labels = {"finished_reason": reason}
         name = "maskfx_request_success_total"
         assert context.metrics.registry.get_sample_value(name, labels) == 1
+
+
+def test_requests_that_wait_aside_keep_no_other_from_starting(context: Desk) -> None:
+    """They take no part in steps; but a worker gets no more than twice its slots."""
+    dispatch = context.dispatch
+    for number in range(20):
+        context.enter(f"stuck-{number}")
+    dispatch.decide()
+    stuck = [id for _, id, _ in context.jobs()]
+    assert len(stuck) == 8
+    dispatch.aside("w", stuck)
+    dispatch.aside("gone", stuck)
+    dispatch.decide()
+    more = [id for _, id, _ in context.jobs()]
+    assert len(more) == 8
+    dispatch.aside("w", [*stuck, *more])
+    dispatch.decide()
+    assert context.jobs() == []
+    for id in stuck:  # the files are there
+        context.done("w", id)
+    dispatch.aside("w", [])
+    dispatch.decide()
+    assert context.jobs() == [], "those that go on take the slots again"
+
+
+def test_the_scheduler_doesnt_see_requests_that_wait_aside(context: Desk) -> None:
+    """By the scheduler's costs, a request may gain nothing from a batch with others."""
+    scheduler = SlackScheduler(LearnedCosts(START), make_router("cost"), gain=9.0)
+    context.dispatch._scheduler = scheduler
+    context.enter("stuck")
+    context.dispatch.decide()
+    assert [id for _, id, _ in context.jobs()] == ["stuck"]
+    context.enter("good")
+    context.dispatch.decide()
+    assert context.jobs() == []
+    context.dispatch.aside("w", ["stuck"])
+    context.dispatch.decide()
+    assert [id for _, id, _ in context.jobs()] == ["good"]

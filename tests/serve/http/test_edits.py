@@ -206,6 +206,50 @@ def test_control_images_are_fitted_and_those_of_other_proportions_refused(server
     assert len(server.frontend.asked) == before
 
 
+def test_ip_adapters_are_shown_pictures_as_they_are() -> None:
+    """Of any size, in a form or in JSON; wrong numbers are refused before a worker sees them."""
+    first, second = picture(20, 30, 5), picture(90, 10, 6)
+    takes = CARD.takes | {"ip_adapters", "ip_scale"}
+    card = replace(CARD, ip_adapters=("face", "style"), takes=takes)
+    with served(cards=(card,)) as server, server.client() as client:
+        edited = server.edit(
+            {"mask": MASK, "ip_adapter_image": [file(first), file(second)]},
+            ip_adapter="style,face:0.3",
+            ip_adapter_scale="0.5",
+        )
+        assert edited.status_code == 200, edited.text
+        asks: dict[str, Any] = {"prompt": "x", "ip_adapter_image": url(file(first))}
+        said = client.post("/v1/images/generations", json={**asks, "ip_adapter": "face"})
+        assert said.status_code == 200, said.text
+        edit, made = server.frontend.asked
+        assert (edit.request.ip_adapters, edit.request.ip_scale) == ("style,face:0.3", [0.5])
+        for shown, wanted in (
+            (edit.pictures.shown, (first, second)),
+            (made.pictures.shown, (first,)),
+        ):
+            assert all(map(np.array_equal, shown, wanted))
+            assert len(shown) == len(wanted)
+        assert client.get("/v1/models").json()["data"][0]["maskfx"]["ip_adapters"] == [
+            "face",
+            "style",
+        ]
+        wrong: list[tuple[dict[str, Any], str, str]] = [
+            ({"ip_adapter": "nose"}, "ip_adapter", "'nose' isn't one of face, style"),
+            ({"ip_adapter": "face:11"}, "ip_adapter", "NAME or NAME:SCALE"),
+            ({}, "ip_adapter_image", "given 2 times, once per IP-Adapter"),
+            ({"ip_adapter_image": None, "ip_adapter": "face"}, "ip_adapter_image", "needs a pictu"),
+            ({"ip_adapter": "face", "ip_adapter_scale": [1, 2]}, "ip_adapter_scale", "one number"),
+        ]
+        for more, param, message in wrong:
+            error = client.post("/v1/images/generations", json={**asks, **more}).json()["error"]
+            assert error["param"] == param
+            assert message in error["message"]
+        template = {"image": url(PICTURE), "ip_adapter_image": url(PICTURE)}
+        error = client.post("/v1/templates", json=template).json()["error"]
+        assert (error["code"], error["param"]) == ("unknown_parameter", "ip_adapter_image")
+    assert len(server.frontend.asked) == 2
+
+
 def test_each_controlnet_gets_a_control_image_and_a_scale() -> None:
     """They may be repeated, or in JSON a list; one that is no list is the only one."""
     first, second = picture(seed=5), picture(seed=6)
@@ -384,6 +428,9 @@ def test_a_model_is_given_only_what_it_takes() -> None:
             ({}, {"seed": 3}, "seed"),
             ({}, {"num_inference_steps": 3}, "num_inference_steps"),
             ({"control_image": PICTURE}, {}, "control_image"),
+            ({"ip_adapter_image": PICTURE}, {}, "ip_adapter_image"),
+            ({}, {"ip_adapter": "face"}, "ip_adapter"),
+            ({}, {"ip_adapter_scale": 0.5}, "ip_adapter_scale"),
             ({"image": [PICTURE, PICTURE]}, {}, "image"),
             ({"image": own}, {}, "image"),
         ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from maskfx.pipelines.runs.run import DenoiserCall
 from maskfx.pipelines.runs.step_members import CallMember, choose_steps
 from maskfx.serve.models.model import Made
 from maskfx.serve.models.model_source import load_pipeline, of_family
-from maskfx.serve.request import Pictures
+from maskfx.serve.request import Pictures, Pixels
 from tests.factories import (
     edit_pipelines,  # noqa: F401 - adds pipelines
     more_pipelines,  # noqa: F401 - adds pipelines
@@ -248,3 +248,68 @@ def test_a_choice_that_doesnt_fit_is_refused(
 ) -> None:
     failed = served.failed(job(nets=nets), edit(1, controls=CONTROLS[:controls]))
     assert re.search(message, failed.message)
+
+
+def alone(pipe: Any, controls: Sequence[Pixels], **more: Any) -> Any:
+    """The picture that diffusers makes alone, of the whole scene."""
+    images = [*map(Image.fromarray, controls)]
+    pipe.set_progress_bar_config(disable=True)
+    result = pipe(
+        "a cat",
+        image=Image.fromarray(picture(1)),
+        mask_image=Image.new("L", (SIDE, SIDE), 255),
+        control_image=images[0] if len(images) == 1 else images,
+        num_inference_steps=3,
+        strength=1.0,
+        height=SIDE,
+        width=SIDE,
+        generator=torch.Generator().manual_seed(4),
+        **more,
+    )
+    return np.asarray(result.images[0]).astype(int)
+
+
+def check_together(
+    served: Served, pipe: Any, cases: Sequence[tuple[dict[str, Any], dict[str, Any], int]]
+) -> None:
+    """Requests of one batch are each the picture of diffusers, and all differ.
+
+    A case has the fields of the request, the arguments of diffusers, and how many control images.
+    """
+    jobs = [
+        (
+            job(str(place), seed=4, strength=1.0, **asked),
+            Pictures((picture(1),), np.ones((SIDE, SIDE), bool), CONTROLS[:count]),
+        )
+        for place, (asked, _, count) in enumerate(cases)
+    ]
+    answers = served.answers(*jobs)
+    wanted = [alone(pipe, CONTROLS[:count], **more) for _, more, count in cases]
+    for place, expected in enumerate(wanted):
+        found = answers[str(place)]
+        assert isinstance(found, Made), found
+        assert found.pixels is not None
+        assert np.abs(found.pixels.astype(int) - expected).max() <= 1, cases[place]
+    for place, one in enumerate(wanted):
+        assert all(np.abs(one - other).max() > 1 for other in wanted[:place])
+
+
+@pytest.mark.slow
+def test_guess_mode_is_that_of_diffusers(spoken: Path, served: Served) -> None:
+    """In one batch with requests that don't use it."""
+    assert "guess_mode" in served.model.ready().takes
+    several = load_pipeline(str(spoken / "model"), "float32", "cpu", nets_of(spoken))
+    scale = "controlnet_conditioning_scale"
+    check_together(
+        served,
+        several,
+        [
+            ({"guess_mode": True}, {"guess_mode": True}, 2),
+            ({}, {}, 2),
+            (
+                {"guess_mode": True, "control_scale": [0.4]},
+                {"guess_mode": True, scale: [0.4] * 2},
+                2,
+            ),
+        ],
+    )

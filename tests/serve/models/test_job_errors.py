@@ -39,6 +39,10 @@ def test_each_kind_of_error_has_its_code(error: BaseException, code: str) -> Non
 
 def test_what_is_to_blame_is_named_and_paths_are_not() -> None:
     assert told(ApiError("lora_not_found", "no", param="lora"))[2] == "lora"
+    unfit = InputError("style.safetensors: it's damaged")
+    assert told(unfit)[2] is None
+    unfit.argument = "lora"
+    assert told(unfit)[2] == "lora"
     assert told(InputError("model=/srv/secret/models/x: no such folder"))[1] == (
         "model=…: no such folder"
     )

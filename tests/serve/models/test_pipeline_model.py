@@ -643,7 +643,7 @@ def test_an_adapter_of_another_model_fails_its_request(served: Served, loras: Pa
     save_file({"transformer.no.lora_A.weight": torch.zeros(2, 4)}, loras / "other.safetensors")
     served.model.register_adapter("other")
     failed = served.failed(job(lora="other"), edit())
-    assert (failed.code, failed.param) == ("invalid_value", None)
+    assert (failed.code, failed.param) == ("invalid_value", "lora")
     assert "other.safetensors: transformer.no: the pipeline has no such" in failed.message
     served.model.remove_adapter("other")
     assert served.failed(job(lora="other"), edit()).code == "lora_not_found"

@@ -45,6 +45,9 @@ class Slow:
     def __init__(self) -> None:
         self.free = threading.Event()
 
+    def aside(self) -> list[str]:
+        return []
+
     def cache(self) -> dict[str, int]:
         self.free.wait(10)
         return {}

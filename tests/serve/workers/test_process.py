@@ -34,6 +34,9 @@ class Broken:
     def ready(self) -> Any:
         return Alive()
 
+    def aside(self) -> list[str]:
+        return []
+
     def cache(self) -> dict[str, int]:
         raise OSError("the directory is gone")
 

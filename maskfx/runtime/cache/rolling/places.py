@@ -53,6 +53,10 @@ class Batched(Protocol):
 
     def counts(self, segment: str) -> Sequence[int]: ...
 
+    def part(self, member: int, segment: str) -> tuple[int, int]:
+        """Return where the rows of a member start and stop among those of its active sites."""
+        ...
+
 
 @dataclass(frozen=True)
 class Read:
@@ -249,6 +253,8 @@ class RowPlaces:
                 continue
             region = self._regions.of(segment)[1]
             places, counts = self._rows_of("active", group, len(parts), region)
+            if not self._layout.whole:
+                places, counts = self._here(segment, places, counts)
             parts.append(places)
             sizes += counts
             spans, at = self._spans(segment, at, len(places))
@@ -259,6 +265,15 @@ class RowPlaces:
             return place
         index = torch.cat([torch.arange(*span) for span in source])
         return replace(place, source=moved(index, self.device))
+
+    def _here(
+        self, segment: str, places: Tensor, counts: Sequence[int]
+    ) -> tuple[Tensor, list[int]]:
+        """Return those of the active rows that this process has, and how many of each element."""
+        spans = [self._layout.part(number, segment) for number in self._numbers]
+        each = [span for span, n in zip(spans, self._batches, strict=True) for _ in range(n)]
+        parts = zip(places.split(list(counts)), each, strict=True)
+        return torch.cat([own[slice(*span)] for own, span in parts]), [b - a for a, b in each]
 
     def _totals_of(self, group: Group) -> list[int]:
         """Return the number of rows of a batch element of each member."""
@@ -274,8 +289,8 @@ class RowPlaces:
         layout = self._layout
         if len(self._numbers) == len(layout.batches):
             return [(at, at + written)] if written else [], at + written
-        members = zip(layout.sites, layout.batches, strict=True)
-        rows = [sites.active_count(segment) * batch for sites, batch in members]
+        parts = [layout.part(number, segment) for number in range(len(layout.batches))]
+        rows = [(b - a) * n for (a, b), n in zip(parts, layout.batches, strict=True)]
         spans = spans_of(rows, self._numbers, at)
         return [span for span in spans if span[0] < span[1]], at + sum(rows)
 

@@ -29,13 +29,14 @@ class ReadInputs:
 
     Args:
         block: The block.
+        rows: The buffers, by tap; by default new ones.
     """
 
-    def __init__(self, block: RowBlock) -> None:
+    def __init__(self, block: RowBlock, rows: dict[str, Tensor] | None = None) -> None:
         boundaries = boundary_taps(block.interface)
         sets = reading_sets(block.interface, boundaries)
         self.sets = {tap: segments for tap, segments in sets.items() if tap in block.rows}
-        self.rows = {tap: torch.empty_like(block.rows[tap]) for tap in self.sets}
+        self.rows = rows or {tap: torch.empty_like(block.rows[tap]) for tap in self.sets}
 
     def start(self, block: RowBlock, cache: RollingCache) -> None:
         """Take a request's present rows as those that its stretches last read."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from maskfx.ir.program import Interface
 from maskfx.ir.sources import RestSum
+from maskfx.runtime.cache.rolling.patch_changes import PatchChanges
 from maskfx.runtime.cache.rolling.places import Group
+from maskfx.runtime.cache.rolling.read_inputs import ReadInputs
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, RowBlock, StatsKey
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache
 from maskfx.runtime.processes import memory_files
@@ -51,12 +53,16 @@ class SharedBuffers:
         nbytes: The size of the memory file.
         rows: By tap.
         values: The statistics of sites, by row set and group count.
+        inputs: By tap, the rows that stretches last read, of a block that keeps them.
+        patch_of: The patch of each row, of such a block.
     """
 
     number: int
     nbytes: int
     rows: dict[str, Buffer]
     values: dict[StatsKey, Buffer]
+    inputs: dict[str, Buffer]
+    patch_of: dict[Group, Buffer]
 
     @classmethod
     def of(cls, block: RowBlock) -> SharedBuffers:
@@ -69,7 +75,11 @@ class SharedBuffers:
 
         rows = {tap: placed(value) for tap, value in block.rows.items()}
         values = {key: placed(value) for key, value in block.values.items()}
-        return cls(block.number, max(at, ALIGN), rows, values)
+        if block.inputs is None:
+            return cls(block.number, max(at, ALIGN), rows, values, {}, {})
+        inputs = {tap: placed(value) for tap, value in block.inputs.rows.items()}
+        patch_of = {group: placed(value) for group, value in block.patch_of.items()}
+        return cls(block.number, max(at, ALIGN), rows, values, inputs, patch_of)
 
     def mapped(self, descriptor: int) -> MappedBuffers:
         memory = torch.from_file(
@@ -78,6 +88,8 @@ class SharedBuffers:
         return MappedBuffers(
             {tap: one.within(memory) for tap, one in self.rows.items()},
             {key: one.within(memory) for key, one in self.values.items()},
+            {tap: one.within(memory) for tap, one in self.inputs.items()},
+            {group: one.within(memory) for group, one in self.patch_of.items()},
         )
 
 
@@ -87,12 +99,16 @@ class MappedBuffers:
 
     rows: dict[str, Tensor]
     values: dict[StatsKey, Tensor]
+    inputs: dict[str, Tensor]
+    patch_of: dict[Group, Tensor]
 
     def block(self, interface: Interface) -> RowBlock:
         """Return a block over the buffers, from which nothing is taken."""
         found = RowBlock(interface, StepCache("", {}, torch.float32, [], {}), {}, 0)
         found.rows, found.values = self.rows, self.values
         found.taps, found.keys = set(self.rows), set(self.values)
+        found.patch_of = self.patch_of
+        found.inputs = ReadInputs(found, self.inputs) if self.inputs else None
         return found
 
 
@@ -119,6 +135,12 @@ class SharedBlock:
             for key, values in block.values.items():
                 there.values[key].copy_(values)
             block.rows, block.values = there.rows, there.values
+            if block.inputs is not None:
+                for tap, rows in block.inputs.rows.items():
+                    there.inputs[tap].copy_(rows)
+                for group, patches in block.patch_of.items():
+                    there.patch_of[group].copy_(patches)
+                block.inputs.rows, block.patch_of = there.inputs, there.patch_of
             for cache in list(block.caches):
                 cache.find_rows()
 
@@ -133,6 +155,7 @@ class RollingContents:
         in_full: See `RollingCache`.
         shapes: The shape of the rows of each tap.
         stats: By row set and group count, the shape of the statistics of sites, and their size.
+        compares: By which patches the inputs of stretches are compared; None if they aren't.
     """
 
     named: dict[str, Any]
@@ -141,13 +164,17 @@ class RollingContents:
     in_full: range
     shapes: dict[str, tuple[int, ...]]
     stats: dict[StatsKey, tuple[tuple[int, ...], Tensor]]
+    compares: PatchChanges | None
 
     @classmethod
     def of(cls, cache: RollingCache) -> RollingContents:
         named = {f.name: getattr(cache, f.name) for f in fields(StepCache) if f.name not in APART}
         shapes = {tap: tuple(rows.shape) for tap, rows in cache.rows.items()}  # type: ignore[union-attr]
         stats = {key: (tuple(s.values.shape), s.size) for key, s in cache.stats.items()}  # type: ignore[union-attr]
-        return cls(named, cache.starts, cache.totals, cache.in_full, shapes, stats)
+        compares = None
+        if cache.compares_inputs and cache.changes is not None:
+            compares = replace(cache.changes, _parts=[])
+        return cls(named, cache.starts, cache.totals, cache.in_full, shapes, stats, compares)
 
     def cache(self, block: RowBlock) -> RollingCache:
         """Return the cache over a block; `RollingState.put` gives it its sums."""
@@ -165,6 +192,7 @@ class RollingContents:
             starts=self.starts,
             totals=self.totals,
             in_full=self.in_full,
+            changes=self.compares,
         )
         found.find_rows()
         return found

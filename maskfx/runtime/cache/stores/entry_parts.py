@@ -35,6 +35,11 @@ class EntryParts(Protocol):
         """Remove the entry, whose bytes aren't what was written, and count it."""
         ...
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it can be pickled, so that another process of this machine reads it."""
+        ...
+
 
 @dataclass(frozen=True)
 class FileParts:
@@ -83,6 +88,18 @@ class FileParts:
 
     def is_damaged(self) -> None:
         self.remove(self.path)
+
+    @property
+    def elsewhere(self) -> bool:
+        return True
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return reopened, (self.disk, self.path, self.header, self.nbytes)
+
+
+def reopened(disk: Disk, path: Path, header: bytes, nbytes: int) -> FileParts:
+    """Return the payload in another process, whose reads are counted there alone."""
+    return FileParts(disk, path, header, nbytes, ReadSpeed(), disk.remove)
 
 
 def header_in(disk: Disk, file: int) -> bytes:

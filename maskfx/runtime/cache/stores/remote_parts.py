@@ -6,9 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from maskfx.errors import CacheError
-from maskfx.runtime.cache.stores.bounded_calls import BoundedCalls, Unavailable
+from maskfx.runtime.cache.stores.bounded_calls import BoundedCalls, Unavailable, open_remote
 from maskfx.runtime.cache.stores.objects import PIECE
 from maskfx.runtime.cache.stores.read_speed import ReadSpeed
 from maskfx.runtime.cache.stores.remote_entries import (
@@ -38,8 +39,12 @@ def open_parts(
     digest: bytes,
     speed: ReadSpeed,
     damaged: Callable[[EntryIndex], None],
+    again: str | None = None,
 ) -> RemoteParts | None:
-    """Return the payload of an entry to be read in parts; None if it can't be read now."""
+    """Return the payload of an entry to be read in parts; None if it can't be read now.
+
+    Other processes find the store by `again`, a URL.
+    """
     try:
         index = reads.run(lambda: entries.index(digest))
         if index is None:
@@ -48,7 +53,7 @@ def open_parts(
     except (Unavailable, CorruptEntry):  # read whole, which counts it
         return None
     name = rows_name(digest, hashed)
-    return RemoteParts(entries, reads, name, length, speed, lambda: damaged(index))
+    return RemoteParts(entries, reads, name, length, speed, lambda: damaged(index), again)
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class RemoteParts:
         nbytes: The bytes of the payload.
         speed: Counts the reads.
         remove: Removes the damaged entry.
+        again: The URL by which other processes find the store; None if they can't.
         clock: Returns the time in seconds.
     """
 
@@ -71,6 +77,7 @@ class RemoteParts:
     nbytes: int
     speed: ReadSpeed
     remove: Callable[[], None]
+    again: str | None = None
     clock: Callable[[], float] = time.perf_counter
 
     def read(self, begin: int, end: int) -> memoryview:
@@ -105,3 +112,23 @@ class RemoteParts:
 
     def is_damaged(self) -> None:
         self.remove()
+
+    @property
+    def elsewhere(self) -> bool:
+        return self.again is not None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return reopened, (self.again, self.name, self.nbytes)
+
+
+@cache
+def store_at(url: str) -> tuple[RemoteEntries, BoundedCalls]:
+    """Return the entries of a store and the bounds of reads, with connections of this process."""
+    access = open_remote(url)
+    return RemoteEntries(access.objects), access.reads
+
+
+def reopened(url: str, name: str, nbytes: int) -> RemoteParts:
+    """Return the payload in another process, which leaves it to the first one to remove it."""
+    entries, reads = store_at(url)
+    return RemoteParts(entries, reads, name, nbytes, ReadSpeed(), lambda: None, url)

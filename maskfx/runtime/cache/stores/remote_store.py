@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from threading import RLock
 
-from maskfx.ir.lru import LruCache
 from maskfx.runtime.cache.stores import remote_queue as queue
 from maskfx.runtime.cache.stores.bounded_calls import RemoteAccess, Unavailable, open_remote
 from maskfx.runtime.cache.stores.check_remote import check_remote
+from maskfx.runtime.cache.stores.known_entries import KnownEntries
 from maskfx.runtime.cache.stores.read_speed import ReadSpeed
 from maskfx.runtime.cache.stores.remote_entries import (
     PARALLEL,
@@ -40,8 +40,6 @@ from maskfx.runtime.cache.stores.store_entry import (
 )
 
 LISTING, REMOVALS = 4, 20  # times the time of one call
-FRESH = 10.0  # seconds for which an entry that was seen counts as there
-KNOWN = 1 << 16  # entries whose size and use are remembered
 SETTLE = 120.0  # seconds for the writes at the end
 log = logging.getLogger(__name__)
 
@@ -71,17 +69,17 @@ class RemoteStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         check_remote(url, access, backlog_bytes, noted_after, looked_after, abandoned_after)
-        self.url, self.clock = url, clock
+        self.url, self._again = url, url if access is None else None  # for other processes
         self.counters, self.speed = StoreCounters(), ReadSpeed()
         access = open_remote(url) if access is None else access
         self.entries = RemoteEntries(access.objects)
         self.reads, self.writes = access.reads, access.writes
+        self.clock = clock
         self._most, self._noted_after = backlog_bytes, noted_after
         self._looked_after, self._abandoned_after = looked_after, abandoned_after
         self._queue = queue.ActionQueue(self._act, self._trim_soon)
         self._lock = RLock()
-        self._seen = LruCache[bytes, tuple[int, float]](KNOWN)  # size, and when it was seen
-        self._noted = LruCache[bytes, float](KNOWN)  # when this process noted the last use
+        self._known = KnownEntries()
         self._limits: tuple[int | None, float | None, Collection[bytes]] | None = None
         self._trimming = self._failed = False  # a write failed since the last `settle`
         self._looked, self._total = float("-inf"), 0
@@ -118,8 +116,8 @@ class RemoteStore:
 
     def _add(self, digest: bytes, action: queue.Action) -> None:
         self._queue.add(digest, action)
-        with self._lock:
-            self._seen.remove(digest)
+        with self._lock:  # after a `_see` that began before
+            self._known.forget(digest)
 
     async def _act(self, digest: bytes, action: queue.Action) -> None:
         """Write or remove an entry; failures are counted, and logged once."""
@@ -139,8 +137,7 @@ class RemoteStore:
             self._failed = True
             return
         self._count(writes=1, bytes_written=HEADER.size + size)
-        with self._lock:
-            self._noted.put(digest, time.monotonic())
+        self._known.note(digest)
 
     # Reading.
 
@@ -171,7 +168,7 @@ class RemoteStore:
             return None
         self._note(digest)
         damaged = partial(self._corrupt, digest, why=CorruptEntry("a part has another hash"))
-        return open_parts(self.entries, self.reads, digest, self.speed, damaged)
+        return open_parts(self.entries, self.reads, digest, self.speed, damaged, self._again)
 
     def _read(self, digest: bytes, ttl: float | None) -> bytearray | None:
         for last in (False, True):
@@ -238,14 +235,13 @@ class RemoteStore:
     def _sizes(self, digests: Sequence[bytes]) -> list[int]:
         """Return the sizes of entries; 0 for those that are absent."""
         found: dict[bytes, int] = {}
-        with self._lock:
-            for digest in digests:
-                action, seen = self._queue.of(digest), self._seen.get(digest)
-                if action is not None:
-                    whole = HEADER.size + queue.size_of(action)
-                    found[digest] = whole if isinstance(action, queue.Write) else 0
-                elif seen is not None and time.monotonic() - seen[1] <= FRESH:
-                    found[digest] = seen[0]
+        for digest in digests:
+            action, seen = self._queue.of(digest), self._known.size(digest)
+            if action is not None:
+                whole = HEADER.size + queue.size_of(action)
+                found[digest] = whole if isinstance(action, queue.Write) else 0
+            elif seen is not None:
+                found[digest] = seen
         unknown = [digest for digest in digests if digest not in found]
         try:
             if unknown:
@@ -338,9 +334,8 @@ class RemoteStore:
         now = self.clock()
         before = now - self._abandoned_after
         report, gone = await self.entries.trim(budget_bytes, ttl, keep, now, before)
-        with self._lock:
-            for digest in gone:
-                self._seen.remove(digest)
+        for digest in gone:
+            self._known.forget(digest)
         self._count(removed=report.removed)
         self._total, self._looked = report.nbytes, time.monotonic()
         return report
@@ -373,14 +368,8 @@ class RemoteStore:
 
     def _note(self, digest: bytes, ttl: float | None = None) -> None:
         """Note a use in the store, in the background, unless a recent one is noted."""
-        now = time.monotonic()
         recent = self._noted_after if ttl is None else min(self._noted_after, ttl / 4)
-        with self._lock:
-            noted = self._noted.get(digest)
-            if noted is not None and now - noted < recent:
-                return
-            self._noted.put(digest, now)
-        if not self.writes.paused:
+        if self._known.note(digest, recent) and not self.writes.paused:
             queue.start(self._mark(digest))
 
     async def _mark(self, digest: bytes) -> None:
@@ -392,7 +381,7 @@ class RemoteStore:
     def _see(self, digest: bytes, nbytes: int) -> None:
         with self._lock:
             if self._queue.of(digest) is None:
-                self._seen.put(digest, (nbytes, time.monotonic()))
+                self._known.see(digest, nbytes)
 
     def _count(self, **more: int) -> None:
         with self._lock:

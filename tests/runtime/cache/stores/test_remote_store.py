@@ -85,16 +85,22 @@ def test_parts_of_an_entry_are_read(objects: Objects) -> None:
     assert bytes(parts.read(0, len(PAYLOAD))) == PAYLOAD
     assert store.parts(key(step=1)) is None
     assert store.parts(key(), ttl=1.0) is None, "read whole, which looks for its last use"
-    waits = remote(objects)
-    assert waits.put(key(step=2), PAYLOAD)
-    assert waits.parts(key(step=2)) is None, "it isn't written yet"
-    assert waits.settle()
     parts.is_damaged()
     assert store.settle()
     assert store.counters.corrupt == 1
     with pytest.raises(CacheError, match="record its template again"):
         parts.read(0, 5)
     assert store.get(key()) is None
+
+
+def test_an_entry_that_is_not_written_yet_has_no_parts() -> None:
+    objects = FaultyObjects()
+    objects.faults.hanging.add("put")
+    store = remote(objects, seconds=0.5)
+    assert store.put(key(), PAYLOAD)
+    assert store.parts(key()) is None
+    assert store.get(key()) == PAYLOAD
+    assert not store.settle()
 
 
 def test_parts_of_a_store_that_fails_are_refused() -> None:
@@ -229,7 +235,9 @@ def test_a_torn_write_is_no_entry(objects: Objects) -> None:
     assert store.ls() == []
     assert store.counters.corrupt == 0
     assert store.gc().removed == 0  # its writer may be alive
-    assert remote(objects, abandoned_after=-5.0).gc().freed == len(PAYLOAD)
+    assert remote(objects, abandoned_after=0.0, clock=lambda: time.time() + 5).gc().freed == len(
+        PAYLOAD
+    )
     assert names(objects) == []
     written(objects, key())
     run(objects, lambda: objects.remove(rows_of(key())))
@@ -244,7 +252,9 @@ def test_a_replaced_payload_is_removed_later(objects: Objects) -> None:
     store.put(key(), PAYLOAD + b"!")
     store.settle()
     assert rows_of(key()) in names(objects)
-    assert remote(objects, abandoned_after=-5.0).gc().freed == len(PAYLOAD)
+    assert remote(objects, abandoned_after=0.0, clock=lambda: time.time() + 5).gc().freed == len(
+        PAYLOAD
+    )
     assert rows_of(key()) not in names(objects)
     assert taken(remote(objects), key()) == PAYLOAD + b"!"
 

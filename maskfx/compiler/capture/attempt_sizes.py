@@ -1,0 +1,58 @@
+"""The sizes at which a capture is attempted: distinct ones first, so that roles aren't confused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from maskfx.compiler.capture.roles import Argument, Sizes
+
+
+def has_batch(leaves: Sequence[Argument]) -> bool:
+    return any("batch" in leaf.roles for leaf in leaves)
+
+
+def candidates(
+    sizes: Sizes, leaves: Sequence[Argument], one: bool = False, fixed: bool = False
+) -> Iterator[tuple[Sizes, bool]]:
+    """Yield sizes to capture at, the most general first, and whether they are symbolic."""
+    texts = [r for r in sizes if r.startswith("text:")]
+    several, two = max(3, sizes["batch"]), max(2, sizes["batch"])
+    if one or not has_batch(leaves):
+        several = two = 1
+    seen = []
+    for text in () if fixed else (True, False):
+        for grid in grids(sizes):
+            wanted = {**sizes, **grid, "batch": several}
+            used = {wanted["batch"], *grid.values()}
+            for role in texts if text else ():
+                length = max(5, sizes[role])
+                while length in used or any(length == s for s in sizes.values()):
+                    length += 2
+                wanted[role] = length
+                used.add(length)
+            if wanted not in seen:
+                seen.append(wanted)
+                yield wanted, True
+    if not fixed:
+        yield {**sizes, "batch": two}, True
+    yield {**sizes, "batch": two}, False
+
+
+def grids(sizes: Sizes) -> Iterator[Sizes]:
+    """Yield image sizes near the example's with height and width distinct at every level."""
+    if "tokens" in sizes:
+        yield {"tokens": sizes["tokens"] + 6 + sizes["tokens"] % 2}
+        yield {"tokens": sizes["tokens"]}
+    if "y" in sizes and "x" in sizes:
+        h, w = sizes["y"], sizes["x"]
+        unit = 1
+        while unit < 16 and h % (2 * unit) == 0 and w % (2 * unit) == 0:
+            unit *= 2
+        if unit >= 4:
+            yield {"y": 3 * unit, "x": 5 * unit}
+            if h > unit:
+                yield {"y": h, "x": w - unit if h != w - unit and w > unit else w + unit}
+                yield {"y": max(h // 2, unit), "x": w}
+        yield {"y": h, "x": w}
+        if h == w:
+            yield {"y": h, "x": w + unit}
