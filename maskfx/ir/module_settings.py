@@ -66,7 +66,9 @@ class SeenValues:
     """The values of a module that `settings_of` may read, as they are now."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._parts = module, list(module.modules())
+        self._parts = list(module.modules())
+        self._inside = [part._modules for part in self._parts]  # of each, its parts by name
+        self._tree = list(self._nested())
         self._places = [vars(part) for part in self._parts]
         for values in list(self._places):
             called = (v for k, v in own_items(values) if not k.startswith("_") and is_called(v))
@@ -91,14 +93,19 @@ class SeenValues:
             return True
 
     def _differ(self, get: Callable[..., object], count: Callable[..., int]) -> bool:
+        values = list(map(get, *self._plain))
         return (
-            list(self._module.modules()) != self._parts
+            list(self._nested()) != self._tree
             or list(map(count, self._places)) != self._sizes
             or list(map(id, map(get, *self._other))) != self._identities
-            or list(map(type, map(get, *self._plain))) != self._types
-            or list(map(get, *self._plain)) != self._values
+            or list(map(type, values)) != self._types
+            or values != self._values
             or list(self._hooking()) != self._hooked
         )
+
+    def _nested(self) -> Iterator[object]:
+        """Return the parts of all parts, which takes far less time than a walk through the tree."""
+        return chain.from_iterable(map(dict.values, self._inside))
 
     def _hooking(self) -> Iterator[object]:
         """Return the hooks of all parts."""
