@@ -89,7 +89,7 @@ class ProgramCache:
         return found
 
     def save_to(self, directory: Path) -> bool:
-        """Write what was compiled and verified, for equal modules; return False if nothing is new."""
+        """Write what was compiled and verified; return False if nothing is new."""
         if self._copies is None or self._copies[0] != directory:
             self._copies = directory, self._files_in(directory), ()
         _, files, facts = self._copies
