@@ -219,8 +219,7 @@ def edit(
     from maskfx.cli.edit_request import EditCall
     from maskfx.serve.request import parameters_of
 
-    sent = parameters_of().keys() - {"quality"}  # that field is of whole pictures
-    parameters = {name: value for name, value in options.items() if name in sent}
+    parameters = {n: v for n, v in options.items() if n in parameters_of() and n != "quality"}
     call = EditCall(*read_edit(image, mask, mask_mode), parameters)
     if server is not None:
         if model is not None or quality is not None or config is not None:

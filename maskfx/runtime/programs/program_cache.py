@@ -95,10 +95,7 @@ class ProgramCache:
         return found
 
     def save_to(self, directory: Path) -> bool:
-        """Write what was compiled and verified, for processes with the same module and settings.
-
-        Returns False if nothing is new since the last time.
-        """
+        """Write what was compiled and verified; return False if nothing is new."""
         if self._copies is None or self._copies[0] != directory:
             self._copies = directory, self._files_in(directory), ()
         _, files, facts = self._copies
@@ -330,10 +327,7 @@ class ProgramCache:
         return self._verdicts.get(size)
 
     def _warm_tables(self, inputs: dict[str, object], values: list[object]) -> None:
-        """Run the module once before the first capture.
-
-        Some modules fill tables at their first call; under capture these would hold fake tensors.
-        """
+        """Run the module before the first capture, in which its tables would hold fake tensors."""
         if not self.every and not has_meta(self.module, values):
             self._dense(copy_tree(inputs))
 
