@@ -390,7 +390,6 @@ def test_the_quality_of_an_edit_here_is_a_setting(
         seen.append(given)
         return 0
 
-    monkeypatch.delenv("MASKFX_TESTS_PROGRAMS", raising=False)  # no setting
     monkeypatch.setattr("maskfx.cli.edit.edit_here", edit_here)
     for name in ("fast", "balanced", "faithful"):
         assert cli.main(edit_of(files, "alpha.png", "--quality", name, "--steps", "3")) == 0

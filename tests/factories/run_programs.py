@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.artifact.artifact import PackedCompilation
 from maskfx.runtime.programs.shared_programs import SharedProgram, SharedPrograms
 
-PROGRAMS = "MASKFX_TESTS_PROGRAMS"  # the folder of what processes of this run compiled
+# names the folder of what processes of this run compiled; no setting of the server begins like this
+PROGRAMS = "TESTS_OF_MASKFX_PROGRAMS"
 
 
 def programs() -> str:
