@@ -251,13 +251,13 @@ def test_what_is_unused_for_too_long_is_a_miss_in_every_tier(tmp_path: Path):
 
 
 def test_the_disk_keeps_its_budget_and_the_pinned(tmp_path: Path):
-    tiers = tiers_of(tmp_path, host=1, disk_bytes=5 * ONE)
-    assert tiers.store is not None
+    tiers = tiers_of(tmp_path, host=1, disk_bytes=6 * ONE)
+    assert tiers.store is not None  # two entries fit, with what is written about their tensors
     tiers.pin(key(step=0))
     for i in range(8):
         tiers.put(key(step=i), STEPS[i])
     entries = tiers.store.ls()
-    assert sum(entry.nbytes for entry in entries) <= 5 * ONE
+    assert sum(entry.nbytes for entry in entries) <= 6 * ONE
     kept = {entry.digest for entry in entries}
     assert key(step=0).digest() in kept
     assert key(step=7).digest() in kept
