@@ -11,7 +11,7 @@ from torch import Tensor
 
 from maskfx.compiler.capture.packings import Packings
 from maskfx.compiler.capture.routed_rows import RoutedRows
-from maskfx.compiler.capture.routings import Routings, presumed
+from maskfx.compiler.capture.routings import Routings, presumed, with_experts
 from maskfx.compiler.capture.selections import Selections
 from maskfx.compiler.capture.waiting_values import value_of
 from maskfx.errors import CaptureError
@@ -26,8 +26,12 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 def routed(function: Callable[[], Tensor]) -> tuple[Tensor, Routings]:
     """What a function returns while selections wait, as an export sees them."""
-    with torch.no_grad(), Selections(), Packings(), Routings() as found, presumed():
-        return value_of(function()), found
+
+    def run() -> tuple[Tensor, Routings]:
+        with torch.no_grad(), Selections(), Packings(), Routings() as found, presumed():
+            return value_of(function()), found
+
+    return with_experts(run)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)

@@ -28,7 +28,7 @@ from maskfx.compiler.capture.export import drop_refills, export_as_answered, qui
 from maskfx.compiler.capture.light_run import NotLight, light_twin
 from maskfx.compiler.capture.plain_attention import plain_attention
 from maskfx.compiler.capture.roles import Argument, Sizes
-from maskfx.compiler.capture.routings import presumed
+from maskfx.compiler.capture.routings import presumed, with_experts
 from maskfx.compiler.capture.twin import NoTwin
 from maskfx.compiler.capture.whole import WholeModules
 from maskfx.ir import progress
@@ -158,14 +158,17 @@ def captured_at(
     notes: Sequence[str],
 ) -> Capture:
     """Export the module as it runs on arguments of these sizes; raise if that fails."""
+
+    def attempt() -> Capture:
+        exported, answers = exported_with(whole, example, call.leaves, symbolic)
+        return finish(exported, call, sizes, symbolic, notes, answers)
+
     with CAPTURING, quiet(), plain_attention():
         try:
-            exported, answers = exported_with(whole, example, call.leaves, symbolic)
-            result = finish(exported, call, sizes, symbolic, notes, answers)
+            result = with_experts(attempt)
         except BranchesOnSteps:  # perhaps on whether an expert has rows
             with presumed():
-                exported, answers = exported_with(whole, example, call.leaves, symbolic)
-                result = finish(exported, call, sizes, symbolic, notes, answers)
+                result = with_experts(attempt)
         assert result.module is not None
         whole.put_back(result.module)
     return result

@@ -6,6 +6,9 @@ graph can't be traced with. Where the functions between compute each row by itse
 follows from all rows if only the results of the selected ones are written. So a selection holds all
 rows (`routed_rows.py`), and only another use than these selects.
 
+Every expert computes all rows then. So where the experts are a module that can stay whole, as it
+computes each row by itself, it does (`RowsOfExperts`).
+
 Where a forward asks whether there are such rows, the answer is that there are: without any, all
 that is selected is empty, and nothing is written. `if mask.any():` has this answer only where the
 mask selects rows that are written, and where the module can't be exported else (`presumed`).
@@ -18,7 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +34,24 @@ from maskfx.errors import CaptureError
 
 COUNTS = frozenset({"numel", "nelement"})
 PRESUMED: ContextVar[bool] = ContextVar("PRESUMED", default=False)
+Made = TypeVar("Made")
+WRITTEN: ContextVar[bool] = ContextVar("WRITTEN", default=False)
+
+
+class RowsOfExperts(CaptureError):
+    """Rows that an expert computed are written; see `with_experts`."""
+
+
+def with_experts(attempt: Callable[[], Made]) -> Made:
+    """Make an attempt, and one that writes all rows of experts if they can't stay whole."""
+    try:
+        return attempt()
+    except RowsOfExperts:
+        token = WRITTEN.set(True)
+        try:
+            return attempt()
+        finally:
+            WRITTEN.reset(token)
 
 
 @contextlib.contextmanager
@@ -118,6 +139,8 @@ class Routings(TorchFunctionMode):
             raise CaptureError("Python branches on the values of inputs, not on rows of experts")
 
     def _write(self, target: Tensor, rows: RoutedRows, adds: bool) -> Tensor:
+        if not WRITTEN.get():
+            raise RowsOfExperts("rows of experts are selected")
         self._written += [rows.mask, rows.origin]
         return write(target, rows, adds)
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 import maskfx
 from maskfx.runtime.programs import program_cache
 from maskfx.runtime.programs.attempts import is_frozen_program
+from maskfx.runtime.programs.shared_programs import shared_programs
 from tests.export.tiny import arguments, tiny
 
 
@@ -38,6 +39,7 @@ def test_programs_of_one_size_stand_for_calls_with_arguments_alike(
 
 @torch.no_grad()
 def test_a_second_size_is_captured_at_that_size_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared_programs().clear()  # other tests capture the same module
     asked: list[bool] = []
     own = vars(program_cache)["capture"]
 
