@@ -58,6 +58,7 @@ class CallSignature:
     grey: tuple[bool, ...] = ()  # whether each takes images of one channel
     kinds: int | None = None  # of control images that its ControlNet distinguishes
     union: bool = False  # whether the ControlNet takes images of several kinds at once
+    typed: bool = False  # whether each of its ControlNets could take several kinds
 
     @classmethod
     def of(cls, pipe: object, told: Mapping[str, object] = NOTHING) -> CallSignature:
@@ -87,7 +88,8 @@ class CallSignature:
             return found
         several = getattr(config, "num_control_type", None)
         kinds = several or getattr(config, "num_mode", None)
-        return replace(found, kinds=kinds, union=several is not None and nets is None)
+        typed = several is not None
+        return replace(found, kinds=kinds, union=typed and nets is None, typed=typed)
 
     def check_told(self, where: str) -> None:
         """Raise InputError if the model's folder has an invalid value for an argument."""
@@ -230,6 +232,11 @@ class CallSignature:
         found = None if self.scaling is None else self.number(self.scaling)
         return 1.0 if found is None else found
 
+    def guides(self, request: Request) -> bool:
+        """Whether a request is guided away from its negative prompt."""
+        usual = None if self.guidance is None else self.number(self.guidance)
+        return ((usual if request.guidance is None else request.guidance) or 0.0) > 1
+
     def takes(self) -> set[str]:
         """Return the supported parameters, by the names of the fields of `Request`."""
         named = {
@@ -255,6 +262,15 @@ class CallSignature:
             raise refused("control_image")
         check_scales(request.control_scale, used)
         check_range(request.control_start, request.control_end)
+        if request.guess_mode and self.typed and self.guides(request):
+            # diffusers passes the samples of one branch and the kinds of both
+            raise ApiError(
+                "unsupported_parameter",
+                "diffusers can't run guess_mode with a ControlNet that takes several kinds of "
+                "images at once in a guided request; leave guess_mode out, or send "
+                "guidance_scale=1.",
+                param="guess_mode",
+            )
         if self.kinds is not None and controls:
             check_modes(request.control_mode, self.defaults.get(MODE), self.kinds, used, self.union)
 
