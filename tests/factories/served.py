@@ -15,13 +15,13 @@ from maskfx.serve.messages import Failed, Job, JobProgress, JobSpan
 from maskfx.serve.models.model import Made, PreviewMade
 from maskfx.serve.models.pipeline_model import PipelineModel
 from maskfx.serve.request import Mask, Pictures, Pixels, Request, RequestKind
-from tests.factories import pipelines
+from tests.factories import pipelines, small_unets
 from tests.factories.zoo import CROSS, POOLED, SD15
 
 SIDE = pipelines.SIDE
 
 
-def projecting_clip(width: int) -> Any:
+def projecting_clip(width: int, projection: int = POOLED // 2) -> Any:
     """A text encoder whose pooled states have the width that SDXL and SD3 want."""
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
@@ -32,7 +32,7 @@ def projecting_clip(width: int) -> Any:
         num_attention_heads=2,
         num_hidden_layers=2,
         max_position_embeddings=16,
-        projection_dim=POOLED // 2,
+        projection_dim=projection,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=1,
@@ -57,6 +57,17 @@ def control_spoken() -> dict[str, Any]:
     return {**pipelines.spoken(), "controlnet": pipelines.control_net(SD15)}
 
 
+def union_spoken() -> dict[str, Any]:
+    """SDXL with a ControlNet that takes images of several kinds."""
+    return {
+        **small_unets.union_control(small_unets.LEAST),
+        "text_encoder": pipelines.clip(CROSS // 2),
+        "tokenizer": pipelines.clip_tokenizer(),
+        "text_encoder_2": projecting_clip(CROSS // 2, POOLED),
+        "tokenizer_2": pipelines.clip_tokenizer(),
+    }
+
+
 COMPONENTS = {
     "StableDiffusionInpaintPipeline": pipelines.spoken,
     "StableDiffusionInpaintPipeline-9": lambda: {
@@ -65,6 +76,7 @@ COMPONENTS = {
     },
     "StableDiffusionPipeline": pipelines.spoken,
     "StableDiffusionControlNetInpaintPipeline": control_spoken,
+    "StableDiffusionXLControlNetUnionInpaintPipeline": union_spoken,
     "StableDiffusion3InpaintPipeline": sd3_spoken,
     "FluxInpaintPipeline": pipelines.flux_spoken,
     "FluxKontextPipeline": pipelines.flux_spoken,

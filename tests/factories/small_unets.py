@@ -51,10 +51,10 @@ def xl_control() -> Arguments:
     return {**sdxl(), "controlnet": control_net(SMALL_XL)}
 
 
-def union_control() -> Arguments:
-    own = {n: SMALL[n] for n in SMALL if n != "up_block_types"}
+def union_control(shape: Arguments = SMALL) -> Arguments:
+    own = {n: shape[n] for n in shape if n != "up_block_types"}
     config = only(UNION, **own, attention_head_dim=2, transformer_layers_per_block=1)
-    return {**sdxl(), "controlnet": tiny("ControlNetUnionModel", **config)}
+    return {**sdxl(**shape), "controlnet": tiny("ControlNetUnionModel", **config)}
 
 
 def spoken(**changed: Any) -> Arguments:

@@ -26,6 +26,8 @@ from maskfx.serve.request import Parameter, Request, parameters_of
 # A call may have two guidance arguments; the one that is enabled by default has the effect.
 GUIDANCE = ("guidance_scale", "true_cfg_scale")
 SCALE, MODE = "controlnet_conditioning_scale", "control_mode"
+SCALES = (SCALE, "adapter_conditioning_scale")  # of ControlNets, and of T2I-Adapters
+CONTROL = "control_image"
 CALLBACK = "callback_on_step_end"
 TENSORS = "callback_on_step_end_tensor_inputs"
 LONGEST = 100  # letters of a ControlNet's name
@@ -34,7 +36,7 @@ NOTHING: Mapping[str, object] = {}
 # Arguments that the server sets on each call; a model's folder can't set them.
 OURS = frozenset(
     {
-        *("prompt", "image", "mask_image", "control_image", "generator", "latents"),
+        *("prompt", "image", "mask_image", CONTROL, "generator", "latents"),
         *("ip_adapter_image", "ip_adapter_image_embeds"),
         *("height", "width", "max_area", "num_images_per_prompt", "output_type", "return_dict"),
         "padding_mask_crop",
@@ -50,10 +52,13 @@ class CallSignature:
     defaults: Mapping[str, object]
     told: Mapping[str, object] = field(default_factory=dict)  # values from the model's folder
     usual: Mapping[str, object] = field(default_factory=dict)  # defaults of the pipeline class
-    nets: int | None = None  # ControlNets that get lists of images; None: one gets an image
-    names: tuple[str, ...] = ()  # of the ControlNets
+    # ControlNets or T2I-Adapters that get lists of images; None: one gets an image
+    nets: int | None = None
+    names: tuple[str, ...] = ()  # of these
+    grey: tuple[bool, ...] = ()  # whether each takes images of one channel
     kinds: int | None = None  # of control images that its ControlNet distinguishes
     union: bool = False  # whether the ControlNet takes images of several kinds at once
+    typed: bool = False  # whether each of its ControlNets could take several kinds
 
     @classmethod
     def of(cls, pipe: object, told: Mapping[str, object] = NOTHING) -> CallSignature:
@@ -66,18 +71,25 @@ class CallSignature:
         parameters = list(inspect.signature(call).parameters.items())[1:]  # without the pipeline
         defaults = {name: each.default for name, each in parameters}
         own = {name: value for name, value in told.items() if name in defaults}
-        net = getattr(pipe, "controlnet", None)
-        nets = getattr(net, "nets", None)
-        names = names_of([] if net is None else [net] if nets is None else nets)
-        scaled = SCALE in defaults and "control_image" in defaults
-        count = None if nets is None else len(nets)
-        config = getattr(net if nets is None else next(iter(nets), None), "config", None)
-        found = cls(defaults | own, own, defaults, count, names if scaled else ())
-        if MODE not in defaults or "control_image" not in defaults:
+        found = cls(defaults | own, own, defaults)
+        if found.control_argument is None:
+            return found
+        net = getattr(pipe, "controlnet" if found.scaling in (None, SCALE) else "adapter", None)
+        nets = getattr(net, "nets", getattr(net, "adapters", None))
+        each = [] if net is None else [net] if nets is None else [*nets]
+        config = getattr(next(iter(each), None), "config", None)
+        found = replace(
+            found,
+            nets=None if nets is None else len(each),
+            names=() if found.scaling is None else names_of(each),
+            grey=tuple(takes_one_channel(one) for one in each),
+        )
+        if MODE not in defaults:
             return found
         several = getattr(config, "num_control_type", None)
         kinds = several or getattr(config, "num_mode", None)
-        return replace(found, kinds=kinds, union=several is not None and nets is None)
+        typed = several is not None
+        return replace(found, kinds=kinds, union=typed and nets is None, typed=typed)
 
     def check_told(self, where: str) -> None:
         """Raise InputError if the model's folder has an invalid value for an argument."""
@@ -87,6 +99,27 @@ class CallSignature:
 
     def has(self, name: str) -> bool:
         return name in self.defaults
+
+    @property
+    def scaling(self) -> str | None:
+        """The argument with the strength of ControlNets or T2I-Adapters; None if there is none."""
+        return next(filter(self.has, SCALES), None)
+
+    @property
+    def control_argument(self) -> str | None:
+        """The argument that takes control images; None if there is none.
+
+        A call with such a strength and no other argument for them takes them as `image`.
+        """
+        if self.has(CONTROL):
+            return CONTROL
+        edits = self.has("strength") or self.has("mask_image")
+        return "image" if self.has("image") and self.scaling is not None and not edits else None
+
+    @property
+    def takes_picture(self) -> bool:
+        """Whether `image` is a picture to edit, or one to begin with."""
+        return self.has("image") and self.control_argument != "image"
 
     def number(self, name: str) -> float | None:
         """Return an argument's default if it is a number, else None."""
@@ -119,6 +152,8 @@ class CallSignature:
         """Return the argument that a parameter sets; None if it has no effect on the call."""
         if parameter.name == GUIDANCE[0]:
             return self.guidance
+        if parameter.name == SCALE:
+            return None if self.control_argument is None else self.scaling
         there = self.negates if parameter.name == "negative_prompt" else self.has(parameter.name)
         if parameter.name == MODE:
             there = self.kinds is not None
@@ -152,7 +187,7 @@ class CallSignature:
     def control(
         self, images: Sequence[T], nets: str | None = None, blank: T | None = None
     ) -> object:
-        """Return the value of `control_image` for the images of the chosen nets.
+        """Return the value of `control_argument` for the images of the chosen nets.
 
         Others get `blank`; their scale is 0.
         """
@@ -168,14 +203,15 @@ class CallSignature:
         return nets_in(nets, self.names)
 
     def scale(self, request: Request) -> float | list[float] | None:
-        """Return the value of `controlnet_conditioning_scale`; None for the pipeline's default.
+        """Return the value of `scaling`; None for the pipeline's default.
 
-        One scale is for all nets; those that aren't chosen get 0, and aren't computed.
+        One scale is for all nets; those that aren't chosen get 0, and ControlNets among them aren't
+        computed.
         """
         sent, scales = request.control_scale, list[float]()
         if request.nets is None:
             if sent is None:
-                return None
+                return self.default_scale()
             scales = [*sent] * self.used(request) if len(sent) == 1 else [*sent]
         else:
             found = self.chosen(request.nets)
@@ -186,16 +222,27 @@ class CallSignature:
             scales = [given.get(name, 0.0) for name in self.names]
         return scales[0] if self.nets is None and len(scales) == 1 else scales
 
+    def default_scale(self) -> list[float] | None:
+        """Return one scale for each of several T2I-Adapters, which accept no single one."""
+        if self.nets is None or self.scaling in (None, SCALE):
+            return None
+        return [self.usual_scale()] * self.nets
+
     def usual_scale(self) -> float:
-        found = self.number(SCALE)
+        found = None if self.scaling is None else self.number(self.scaling)
         return 1.0 if found is None else found
+
+    def guides(self, request: Request) -> bool:
+        """Whether a request is guided away from its negative prompt."""
+        usual = None if self.guidance is None else self.number(self.guidance)
+        return ((usual if request.guidance is None else request.guidance) or 0.0) > 1
 
     def takes(self) -> set[str]:
         """Return the supported parameters, by the names of the fields of `Request`."""
         named = {
             "seed": self.has("generator"),
             "size": self.has("height") and self.has("width"),
-            "control": self.has("control_image"),
+            "control": self.control_argument is not None,
             "nets": bool(self.names),
         }
         found = {name for name, one in parameters_of().items() if self.argument(one) is not None}
@@ -209,12 +256,21 @@ class CallSignature:
         if request.nets is not None and not self.names:
             raise refused("controlnet")
         used = self.used(request)
-        if self.has("control_image"):
+        if self.control_argument is not None:
             check_controls(controls, used)
         elif controls:
             raise refused("control_image")
         check_scales(request.control_scale, used)
         check_range(request.control_start, request.control_end)
+        if request.guess_mode and self.typed and self.guides(request):
+            # diffusers passes the samples of one branch and the kinds of both
+            raise ApiError(
+                "unsupported_parameter",
+                "diffusers can't run guess_mode with a ControlNet that takes several kinds of "
+                "images at once in a guided request; leave guess_mode out, or send "
+                "guidance_scale=1.",
+                param="guess_mode",
+            )
         if self.kinds is not None and controls:
             check_modes(request.control_mode, self.defaults.get(MODE), self.kinds, used, self.union)
 
@@ -225,8 +281,8 @@ class CallSignature:
             found[self.argument(parameter) or parameter.name] = value
         found |= {
             name: value
-            for name, value in ((SCALE, self.scale(request)), (MODE, self.mode(request)))
-            if value is not None
+            for name, value in ((self.scaling, self.scale(request)), (MODE, self.mode(request)))
+            if name is not None and value is not None
         }
         # true_cfg_scale guides away from the negative prompt and has no effect without one
         if "true_cfg_scale" in found and self.negates:
@@ -255,6 +311,11 @@ def names_of(nets: Iterable[object]) -> tuple[str, ...]:
         again = sum(one == name or one.startswith(f"{name}-") for one in found)
         found.append(f"{name}-{again + 1}" if name in found else name)
     return tuple(found)
+
+
+def takes_one_channel(net: object) -> bool:
+    """Whether a T2I-Adapter takes images of one channel, as those for edges may."""
+    return getattr(getattr(net, "config", None), "in_channels", None) == 1
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

@@ -70,7 +70,7 @@ def edits_by_generator(family: PipelineSet) -> bool:
         return False
     if not pipeline_state_of(generator.pipe).records:
         return False
-    if generator.signature.has("image") or editor.signature.has("control_image"):
+    if generator.signature.has("image") or editor.signature.control_argument is not None:
         return False
     return (
         not editor.signature.has("strength") or (editor.signature.number("strength") or 0) >= FULL

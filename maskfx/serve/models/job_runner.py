@@ -24,6 +24,7 @@ from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job, JobProgress
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
 from maskfx.serve.models.canvas import Canvas, resized
+from maskfx.serve.models.control_images import control_argument
 from maskfx.serve.models.generated_images import GeneratedPictures
 from maskfx.serve.models.job_spans import JobSpans
 from maskfx.serve.models.model import Made, PreviewMade, Tell
@@ -239,9 +240,8 @@ class JobRunner:
             found["generator"] = torch.Generator().manual_seed(request.seed)
         if controls or request.nets is not None:
             fitted = (canvas.extended(resized(control, canvas.size)) for control in controls)
-            blank = Image.new("RGB", canvas.padded)
             images = [*map(Image.fromarray, fitted)]
-            found["control_image"] = signature.control(images, request.nets, blank)
+            found |= control_argument(signature, canvas, images, request.nets)
         return found
 
     def _loras(self, text: str | None) -> list[tuple[str, float] | Lora]:

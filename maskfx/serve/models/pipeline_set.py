@@ -201,8 +201,10 @@ def roles_of(pipe: Pipeline) -> tuple[Pipeline | None, Pipeline | None]:
 
     signature = CallSignature.of(pipe)
     inpaints = pipe if signature.has("mask_image") else twin(AutoPipelineForInpainting, pipe)
-    begins = pipe if signature.has("image") else None
+    begins = pipe if signature.takes_picture else None
     edits = inpaints or begins or twin(AutoPipelineForImage2Image, pipe)
+    if inpaints is None and signature.control_argument == "image":
+        return edits, pipe
     generates = pipe if not signature.has("image") else twin(AutoPipelineForText2Image, pipe)
     if generates is not None and CallSignature.of(generates).has("image"):
         alone = edits is pipe and not signature.has("mask_image")
@@ -232,6 +234,8 @@ def multiple_of(pipe: object) -> int:
     patch = getattr(pipe, "patch_size", None)
     processor = getattr(getattr(pipe, "image_processor", None), "config", {})
     steps = [factor * (patch if isinstance(patch, int) else 1)]
+    folded = getattr(getattr(pipe, "adapter", None), "downscale_factor", None)  # a T2I-Adapter's
+    steps.append(folded if isinstance(folded, int) else 1)
     steps.append(int(processor.get("vae_scale_factor", 0) or 1))
     return lcm(*steps)
 

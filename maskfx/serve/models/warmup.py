@@ -24,6 +24,7 @@ from maskfx.pipelines.call import PipelineCall
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
 from maskfx.serve.models.canvas import Canvas
+from maskfx.serve.models.control_images import control_argument
 from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet
 from maskfx.serve.models.previews import PreviewMap, fit, sites_of
 from maskfx.serve.request import Pixels
@@ -134,10 +135,11 @@ def arguments_of(member: PipelineMember, canvas: Canvas, steps: int = STEPS) -> 
         given["max_area"] = height * width
     if signature.has("generator"):
         given["generator"] = torch.Generator().manual_seed(0)
-    if signature.has("control_image"):
-        given["control_image"] = signature.control([canvas.image()] * signature.controls)
-        if (mode := signature.mode(None)) is not None:
-            given["control_mode"] = mode
+    given |= control_argument(signature, canvas, [canvas.image()] * signature.controls)
+    if (mode := signature.mode(None)) is not None:
+        given["control_mode"] = mode
+    if (scales := signature.default_scale()) is not None:
+        given[str(signature.scaling)] = scales
     return given
 
 

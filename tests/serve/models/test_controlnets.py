@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from maskfx.errors import InputError
 from maskfx.pipelines.runs import execute
 from maskfx.pipelines.runs.run import DenoiserCall
 from maskfx.pipelines.runs.step_members import CallMember, choose_steps
+from maskfx.serve.models import pipeline_model
 from maskfx.serve.models.model import Made
 from maskfx.serve.models.model_source import load_pipeline, of_family
 from maskfx.serve.request import Pictures, Pixels
@@ -250,6 +253,9 @@ def test_a_choice_that_doesnt_fit_is_refused(
     assert re.search(message, failed.message)
 
 
+UNION = "StableDiffusionXLControlNetUnionInpaintPipeline"
+
+
 def alone(pipe: Any, controls: Sequence[Pixels], **more: Any) -> Any:
     """The picture that diffusers makes alone, of the whole scene."""
     images = [*map(Image.fromarray, controls)]
@@ -313,3 +319,50 @@ def test_guess_mode_is_that_of_diffusers(spoken: Path, served: Served) -> None:
             ),
         ],
     )
+
+
+@pytest.fixture(
+    scope="module", params=["dense", pytest.param("mask_cache", marks=pytest.mark.slow)]
+)
+def union(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """A ControlNet that takes images of several kinds at once, compiled in each mode."""
+
+    def compiling(quality: Any, tiers: Any, loader: Any, programs: Any, plans: Any) -> Any:
+        return partial(
+            maskfx.compile, mode=request.param, quality=quality, tiers=tiers, loader=loader
+        )
+
+    with mock.patch.object(pipeline_model, "compiling", compiling):
+        made = Served(build(UNION), quality="faithful")
+    yield made
+    made.model.close()
+
+
+def test_a_controlnet_of_several_kinds_is_that_of_diffusers(union: Served) -> None:
+    """Requests of one batch have other kinds, scales and numbers of control images."""
+    scale = "controlnet_conditioning_scale"
+    two, own = [1, 3], [0.9, 0.2]
+    check_together(
+        union,
+        build(UNION),
+        [
+            ({"control_mode": [0]}, {"control_mode": 0}, 1),
+            ({"control_mode": [3]}, {"control_mode": 3}, 1),
+            ({"control_mode": two[::-1]}, {"control_mode": two[::-1]}, 2),
+            ({"control_mode": two, "control_scale": own}, {"control_mode": two, scale: own}, 2),
+            (
+                {"control_mode": [3], "guess_mode": True, "guidance": 1.0},
+                {"control_mode": 3, "guess_mode": True, "guidance_scale": 1.0},
+                1,
+            ),
+        ],
+    )
+
+
+def test_guess_mode_that_diffusers_cant_run_is_refused(union: Served) -> None:
+    pictures = edit(1, controls=CONTROLS[:1])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        alone(build(UNION), CONTROLS[:1], control_mode=3, guess_mode=True)
+    failed = union.failed(job(control_mode=[3], guess_mode=True), pictures)
+    assert (failed.code, failed.param) == ("unsupported_parameter", "guess_mode")
+    assert "send guidance_scale=1" in failed.message
