@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from PIL import Image
 import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines.profile import AdapterProfile, profile_adapter
-from maskfx.runtime.lora.files import AdapterFile
+from maskfx.runtime.lora.files import AdapterFile, check_header
 from maskfx.runtime.lora.profile import store_profile
 from maskfx.runtime.lora.registry import RegisteredAdapter
 from maskfx.serve.config import ServeSettings
@@ -34,7 +35,12 @@ def profile(
     """Print how an adapter's latents diverge from the model's, and write its profile."""
     if not 0 < cosine < 1:
         raise InputError(f"--cosine {cosine}: give a number between 0 and 1, such as 0.99")
+    if steps is not None and steps < 1:
+        raise InputError(f"--steps {steps}: give 1 or more")
+    if not isfinite(weight):
+        raise InputError(f"--weight {weight}: give a finite number, such as 0.8")
     known = RegisteredAdapter(adapter.stem, AdapterFile.of(adapter))
+    check_header(adapter)
     if not os.access(adapter.parent, os.W_OK):
         raise InputError(f"{adapter.parent}: the profile is written there, and it isn't writable")
     told = told_by(settings.model)

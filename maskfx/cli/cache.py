@@ -39,7 +39,7 @@ def verify(directory: str) -> int:
 def gc(directory: str, budget: int | None, ttl: float | None) -> int:
     """Remove entries unused for `ttl` seconds, then the least recently used over the budget."""
     for name, value in (("--budget", budget), ("--ttl", ttl)):
-        if value is not None and value < 0:
+        if value is not None and not value >= 0:
             raise InputError(f"{name} {value}: give 0 or more")
     store = _store(directory)
     _tell(store.gc(budget, ttl))

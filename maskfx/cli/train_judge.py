@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -41,23 +43,37 @@ def train_judge_of(
     prompts: Sequence[str],
 ) -> int:
     """Write the judge of a model and print its card."""
-    for name, value, least in (("--runs", runs, 2), ("--age", age, 1), ("--side", side, 1)):
-        if value < least:
+    wanted = (("--runs", runs, 2), ("--age", age, 1), ("--side", side, 1), ("--steps", steps, 1))
+    for name, value, least in wanted:
+        if value is not None and value < least:
             raise InputError(f"{name} {value}: give {least} or more")
-    if not tolerance > 0:
+    if not 0 < tolerance < inf:
         raise InputError(f"--tolerance {tolerance}: give a relative error, such as 0.1")
     path = out or beside(settings.model)
     if path.suffix != ".npz":
         raise InputError(
             f"--out {path}: expected a file name with .npz; the card is written as .json"
         )
+    check_out(path)
     began = time.perf_counter()
     judge = trained(settings, runs, steps, age, side, tolerance, tuple(prompts) or PROMPTS)
     judge.card["seconds"] = round(time.perf_counter() - began, 1)
-    path.parent.mkdir(parents=True, exist_ok=True)
     judge.save(path)
     print(summary(judge, path))
     return 0
+
+
+def check_out(path: Path) -> None:
+    """Raise InputError unless files can be written beside `path`; makes their folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        wrong = "it is a directory" if path.is_dir() else None
+    except OSError as error:
+        wrong = str(error.strerror)
+    if wrong is not None:
+        raise InputError(f"--out {path}: can't be written: {wrong}; give another path")
 
 
 def beside(model: str | None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from maskfx.pipelines.handlers.edit_handler import EditHandler, InterruptedHandl
 from maskfx.pipelines.handlers.patch_handler import PatchHandler, PatchSessions
 from maskfx.pipelines.handlers.template_reader import TemplateReader
 from maskfx.pipelines.masks.masks import overlay, pixel_masks
+from maskfx.pipelines.masks.unrecognized_masks import reason, unrecognized_masks
 from maskfx.pipelines.masks.videos import (
     VideoMask,
     frame_masks,
@@ -36,6 +38,8 @@ from maskfx.pipelines.templates.template_library import (
 )
 from maskfx.runtime.hardware.cpu_threads import sharing_cores
 
+log = logging.getLogger(__name__)
+
 NOTED = 0.5  # seconds of capture from which the first edit's cost names it
 CHANCES = 3  # attempts at an edit whose template loses entries during the run
 
@@ -51,7 +55,18 @@ def run_call(call: PipelineCall) -> object:
         return serve_edit(call)
     if call.options.record:
         return record_result(call)[0]
+    note_unrecognized_masks(call)
     return run_whole(call)
+
+
+def note_unrecognized_masks(call: PipelineCall) -> None:
+    """Note arguments of a call without a mask that look like one; log each for the first time."""
+    notes, parameters = call.state.notes, call.state.parameters
+    for name in unrecognized_masks(call.arguments):
+        text = reason(name, type(call.pipe).__name__, parameters)
+        if text not in notes:
+            log.warning("%s", text)
+        notes[text] += 1
 
 
 def run_whole(call: PipelineCall) -> object:

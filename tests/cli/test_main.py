@@ -416,6 +416,39 @@ def test_an_edit_here(
     assert "this model accepts no seed; leave it out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "seen"),
+    [
+        ("train-judge --tolerance inf --out FOLDER/j.npz", "--tolerance inf: give a relative"),
+        ("train-judge --steps 0 --out FOLDER/j.npz", "--steps 0: give 1 or more"),
+        ("train-judge --out /proc/j.npz", "--out /proc/j.npz: can't be written"),
+        ("train-judge --out FILE/j.npz", "j.npz: can't be written: "),
+        ("train-judge --out FOLDER/j.npz --device moon", "device 'moon': PyTorch can't compute"),
+        ("bench --set device=meta", "device 'meta': PyTorch can't compute"),
+        ("adapters profile unet FILE", "not a whole safetensors file"),
+        ("adapters profile unet FILE --steps 0", "--steps 0: give 1 or more"),
+        ("adapters profile unet FILE --weight nan", "--weight nan: give a finite number"),
+        ("cache gc FOLDER --ttl nan", "--ttl nan: give 0 or more"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_before_a_model_is_loaded(
+    line: str,
+    seen: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(
+        "diffusers.DiffusionPipeline.from_pretrained", lambda *_: pytest.fail("loaded")
+    )
+    file = tmp_path / "lora.safetensors"
+    file.write_text("garbage")
+    words = line.replace("FILE", str(file)).replace("FOLDER", str(tmp_path)).split()
+    assert cli.main(words) == 2
+    [told] = capsys.readouterr().err.splitlines()
+    assert seen in told
+
+
 @pytest.mark.slow
 def test_explain_and_bench(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", folder, "--mask-ratio", "0.2"]) == 0

@@ -5,6 +5,7 @@ Without a store it holds nothing. Knows nothing of the entries in memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from threading import Lock
 
@@ -14,6 +15,8 @@ from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.stored_steps import decode_parts
 from maskfx.runtime.cache.stores.entry_store import EntryStore
 from maskfx.runtime.cache.stores.store_entry import EntryKey
+
+log = logging.getLogger(__name__)
 
 
 class DiskTier:
@@ -65,10 +68,17 @@ class DiskTier:
             return None
         try:
             return decode(payload)
-        except CacheError:
+        except CacheError as error:
             self.drop(key)
             with self._lock:
                 self._unreadable += 1
+                first = self._unreadable == 1
+            if first:
+                log.warning(
+                    "an entry of the store can't be decoded: %s; it is removed, and recorded "
+                    "again; further ones aren't logged",
+                    error,
+                )
             return None
 
     def put(self, key: EntryKey, cache: StepCache) -> bool:

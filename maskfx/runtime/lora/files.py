@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor, nn
 
@@ -142,6 +142,21 @@ def read_adapter_file(
             "written again; register it again"
         )
     return parse(name, content, limits)
+
+
+def check_header(path: str | os.PathLike[str]) -> None:
+    """Raise InputError if a file of this format has no whole header, without reading its rest."""
+    where = Path(path)
+    if where.suffix != SUFFIX:
+        return
+    try:
+        with safe_open(where, framework="pt"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"{where.name}: not a whole safetensors file ({error!s:.120}); copy it again. If it is "
+            "a pickle, convert it to safetensors where you trust it"
+        ) from None
 
 
 def parse(

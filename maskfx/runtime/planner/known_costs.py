@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from maskfx.errors import InputError
+from maskfx.errors import CacheError, InputError
 from maskfx.ir import progress
 from maskfx.ir.program import Program
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -41,6 +41,7 @@ class KnownCosts:
     given: Costs | None = None
     _found: dict[str, Costs | None] = field(default_factory=dict)
     _origins: dict[str, str] = field(default_factory=dict)
+    _again: set[str] = field(default_factory=set)  # programs whose recording was damaged
 
     def of(self, program: Program, step: EditStep, blocks: int) -> Costs | None:
         """Return the costs of a program with this number of blocks; None if measuring fails.
@@ -51,7 +52,10 @@ class KnownCosts:
             return self.given
         if program.code not in self._found:
             costs = self._read(program, step.mask.device, blocks)
-            self._found[program.code] = costs or self._measured(program, step)
+            try:
+                self._found[program.code] = costs or self._measured(program, step)
+            except CacheError:  # of this recording: the next edit tries once more
+                return None
         return self._found[program.code]
 
     def describe(self) -> str:
@@ -87,6 +91,9 @@ class KnownCosts:
                         self.denoiser, trial_batches(self.denoiser, alone), REPEATS, SECONDS
                     )
         except Exception as error:  # an edit is never worse off than without plans
+            if isinstance(error, CacheError) and program.code not in self._again:
+                self._again.add(program.code)
+                raise
             self._origins[program.code] = f"no plans: {type(error).__name__}: {error!s:.200}"
             log.warning("%s: costs can't be measured, so its loads aren't planned: %s", name, error)
             return None

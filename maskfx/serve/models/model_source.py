@@ -39,6 +39,7 @@ def load_pipeline(
         controlnets: ControlNets that it gets, named likewise.
     """
     where = found(model)
+    check_device(device)
     with import_notices_hidden():
         import diffusers
 
@@ -61,6 +62,17 @@ def load_pipeline(
         pipe = with_controlnets(pipe, nets)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
+
+
+def check_device(device: str) -> None:
+    """Raise InputError unless this PyTorch computes on a device."""
+    try:
+        torch.zeros(1, device=device).item()
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"device {device!r}: PyTorch can't compute on it: {str(error).splitlines()[0]}; give "
+            "cpu, or a GPU that it finds, such as cuda:0"
+        ) from error
 
 
 def load_controlnet(name: str, model: Path | str, dtype: torch.dtype) -> nn.Module:

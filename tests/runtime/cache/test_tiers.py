@@ -357,6 +357,18 @@ def test_a_step_that_cannot_be_stored_stays_in_memory(tmp_path: Path):
 # Damage.
 
 
+def test_an_entry_that_cant_be_decoded_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    tiers = tiers_of(tmp_path, host=1)
+    assert isinstance(tiers.store, Store)
+    for i in range(2):
+        assert tiers.store.put(key(step=i), b"whole, but no step")
+        assert found(tiers, i) is None
+    [told] = [record.message for record in caplog.records]
+    assert "can't be decoded" in told
+
+
 def test_a_damaged_file_is_a_miss_and_counted(tmp_path: Path):
     tiers = tiers_of(tmp_path, host=1)
     assert isinstance(tiers.store, Store)

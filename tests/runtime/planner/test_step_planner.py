@@ -316,6 +316,24 @@ def test_an_edit_is_no_worse_off_where_costs_cant_be_measured(
         planner.plan(steps)
 
 
+def test_costs_are_measured_again_after_a_damaged_recording(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case, denoiser = compiled("FluxTransformer2DModel", loading=True)
+    steps = edits(case, denoiser, 2)
+
+    def damaged(*given: Any, **named: Any) -> Any:
+        raise CacheError("rows of a recorded step are damaged")
+
+    planner = StepPlanner(denoiser)
+    with monkeypatch.context() as patched:
+        patched.setattr(known_costs, "calibrate", damaged)
+        assert planner.plan_step(steps) == steps
+    assert "not measured yet" in planner.describe()
+    planner.plan_step(steps)
+    assert "costs measured in" in planner.describe()
+
+
 # Costs.
 
 

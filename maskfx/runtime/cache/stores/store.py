@@ -93,6 +93,7 @@ class Store:
         self._lock = Lock()
         # bytes of the smallest entry that could not be written, until one of as many is
         self._failing: int | None = None
+        self._told = False  # whether a damaged file was logged
 
     def path(self, digest: bytes) -> Path:
         return self.root / (digest.hex() + SUFFIX)
@@ -366,6 +367,14 @@ class Store:
     def _corrupt(self, path: Path, file: int | None) -> bool:
         """Count a damaged file, and remove it unless it was replaced meanwhile."""
         self._count(corrupt=1)
+        if not self._told:
+            self._told = True
+            log.warning(
+                "%s: %s isn't what was written; such files are removed and counted, and what they "
+                "held is recorded again; further ones aren't logged",
+                self.root,
+                path.name,
+            )
         try:
             if file is not None and self.disk.status(file).st_ino != self.disk.status(path).st_ino:
                 return False

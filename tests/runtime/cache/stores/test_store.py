@@ -282,6 +282,17 @@ def test_foreign_files_stay_unless_they_carry_our_suffix(tmp_path: Path):
     assert store.verify().removed == 0
 
 
+def test_damage_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    store = damaged(tmp_path, lambda data: data[:-1])
+    path = store.path(key("other").digest())
+    path.write_bytes(b"")
+    assert store.get(key()) is None
+    assert store.get(key("other")) is None
+    [told] = [record.message for record in caplog.records]
+    assert str(tmp_path) in told
+    assert store.path(key().digest()).name in told
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
 def test_what_is_no_file_is_a_miss(tmp_path: Path, kind: str):
     store = Store(tmp_path / "store")
