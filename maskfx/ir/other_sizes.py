@@ -22,7 +22,15 @@ def other_bases(symbols: Mapping[str, SizeExpr], guards: Iterable[sympy.Basic]) 
     found = list(assignments(symbols.get("y"), symbols.get("x")))
     named = {symbol for said, _ in found for symbol in said}
     equations = {g for g in guards if getattr(g, "rel_op", "") == "==" and g.free_symbols <= named}
-    return tuple(base for said, base in found if all(bool(g.subs(said)) for g in equations))
+    return tuple(base for said, base in found if all(holds(g, said) for g in equations))
+
+
+def holds(equation: sympy.Basic, said: Mapping[sympy.Symbol, int]) -> bool:
+    """Return True if an equation holds where its symbols have these values."""
+    try:
+        return bool(equation.subs(said))
+    except ZeroDivisionError:  # it divides by a size, which is 0 there
+        return False
 
 
 def assignments(

@@ -110,6 +110,8 @@ def sites_of(mask: Tensor, value: Tensor) -> Tensor:
     if mask.ndim == 3:
         if value.shape[1:4] == mask.shape:  # the channels are last
             return mask[..., None].expand_as(value)
+        if value.ndim == 6:  # items of one frame each
+            return mask[:, None, None].expand_as(value)
         return (mask if value.shape[2] == len(mask) else mask[:, None]).expand_as(value)
     if value.ndim == 3:
         patch = math.ceil(math.sqrt(mask.numel() / value.shape[1]))

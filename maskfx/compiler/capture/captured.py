@@ -211,7 +211,10 @@ class Capture:
             if not isinstance(expr, int) and role in sizes:
                 values[expr] = sizes[role]
         for guard in self.guards:
-            verdict = guard.subs(values)
+            try:
+                verdict = guard.subs(values)
+            except ZeroDivisionError:  # it divides by a size that isn't there
+                return False
             if verdict.free_symbols:
                 continue
             if not bool(verdict):
