@@ -16,7 +16,10 @@ class Disk:
     """The file system of this machine; every method raises OSError if it fails."""
 
     def make_directory(self, path: Path) -> None:
-        os.makedirs(path, exist_ok=True)
+        try:
+            os.makedirs(path, exist_ok=True)
+        except FileExistsError as error:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
 
     def create(self, path: Path) -> int:
         """Create a new file, open for writing."""

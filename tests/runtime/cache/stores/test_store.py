@@ -282,6 +282,16 @@ def test_foreign_files_stay_unless_they_carry_our_suffix(tmp_path: Path):
     assert store.verify().removed == 0
 
 
+def test_a_file_in_place_of_the_directory_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    store = Store(tmp_path / "store")
+    store.root.touch()
+    assert not store.put(key(), PAYLOAD)
+    [told] = [record.message for record in caplog.records]
+    assert "Not a directory" in told
+
+
 def test_damage_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     store = damaged(tmp_path, lambda data: data[:-1])
     path = store.path(key("other").digest())
