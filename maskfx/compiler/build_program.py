@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Sequence
 from types import FunctionType
 
-import torch
 import xxhash
 from torch import Tensor, fx
 
@@ -15,6 +14,7 @@ from maskfx.ir.lanes import Batch, lane_of
 from maskfx.ir.lazy_module import LazyModule, over_same
 from maskfx.ir.program import Interface, Product, Program
 from maskfx.ir.sources import Tapped
+from maskfx.ir.values import octets
 from maskfx.passes.context import ROWS, PassContext, aten, get_attribute
 
 
@@ -123,5 +123,5 @@ def content(value: object) -> str:
     """Return dtype, shape and hash of a tensor beside the weights, such as a computed table."""
     if type(value) is not Tensor or value.is_meta:
         return ""
-    held = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    held = octets(value.cpu())
     return f" {value.dtype} {tuple(value.shape)} {xxhash.xxh3_128_hexdigest(held.numpy().data)}"

@@ -7,8 +7,9 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from types import CellType, CodeType, FunctionType, MethodType
 
-import torch
 from torch import Tensor, nn
+
+from maskfx.ir.values import octets
 
 DEPTH = 4  # of functions that refer to functions
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # of PyTorch, which run around `forward`
@@ -81,7 +82,7 @@ def code_digest(code: CodeType) -> str:
 def tensor_digest(value: Tensor) -> str:
     if value.is_meta:
         return f"{value.dtype} {tuple(value.shape)}"
-    content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    content = octets(value.cpu()).numpy().data
     return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
 
 

@@ -63,6 +63,13 @@ def plain_view(value: torch.Tensor) -> torch.Tensor:
         return value.detach().as_subclass(torch.Tensor)
 
 
+def octets(value: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, flat; a contiguous tensor isn't copied."""
+    flat = value.detach().contiguous().flatten()
+    # a single element may have any stride, such as the 0 of an expanded tensor
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
 def same_values(found: object, wanted: object) -> bool:
     """Return True if the trees are equal up to rounding, as two runs of the same model are."""
     a, b = pytree.tree_leaves(found), pytree.tree_leaves(wanted)

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
+
+from maskfx.ir.values import octets
 
 
 def digest(value: object) -> str:
@@ -33,7 +34,7 @@ def update_digest(found: Digest, value: object) -> None:
         found.update(value.tobytes())
     elif isinstance(value, Tensor):
         update_digest(found, ["tensor", str(value.dtype), list(value.shape)])
-        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        found.update(octets(value.cpu()).numpy())
     elif isinstance(value, np.ndarray):
         update_digest(found, ["array", str(value.dtype), list(value.shape)])
         found.update(np.ascontiguousarray(value).tobytes())

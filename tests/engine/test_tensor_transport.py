@@ -51,6 +51,9 @@ def sent(ends: Ends, value: Any) -> Any:
         torch.tensor(3),
         torch.randn(8, 6, 4).transpose(0, 2),
         torch.rand(40, 40) > 0.5,
+        torch.tensor(3.0).expand(1),  # a timestep of one sample
+        torch.tensor(3.0).expand(4),
+        torch.randn(5, 3)[2:3, 1],
     ],
 )
 def test_tensors_arrive_equal(ends: Ends, value: torch.Tensor) -> None:

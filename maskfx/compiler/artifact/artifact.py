@@ -45,6 +45,7 @@ from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import Compilation
 from maskfx.errors import CompileError
 from maskfx.ir.program import Interface, Program, SideGraph, derive
+from maskfx.ir.values import octets
 from maskfx.passes.pipeline import PassRecord
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class PackedCompilation:
         found.update(self.captured.encode())
         for name, value in sorted(self.constants.items()):
             found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            found.update(value.reshape(-1).view(torch.uint8).numpy().data)
+            found.update(octets(value).numpy().data)
         return found.hexdigest()
 
 

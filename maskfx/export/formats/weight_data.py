@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-import torch
 import xxhash
 from torch import Tensor
 
 from maskfx.export.weight_files import FilePlace, WeightFiles
+from maskfx.ir.values import octets
 
 ALIGNED = 4096  # so that runtimes can map the file
 BLOCK = 16 << 20  # bytes that are copied at once
@@ -85,7 +85,7 @@ class WeightData:
 
 def bytes_of(value: Tensor) -> memoryview:
     """Return a contiguous tensor's memory."""
-    return value.cpu().reshape(-1).view(torch.uint8).numpy().data
+    return octets(value.cpu()).numpy().data
 
 
 def copy_from(source: FilePlace, file: BinaryIO) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from maskfx.errors import CacheError
 from maskfx.ir.json_values import Document, Json
+from maskfx.ir.values import octets
 from maskfx.runtime.cache.quantize import LOSSLESS, STEPS, Encoding, Format, Packed, pack
 from maskfx.runtime.cache.rows import (
     InterpolatedRows,
@@ -370,13 +371,13 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def _bytes_of(value: Tensor) -> Any:
-    return value.reshape(-1).view(torch.uint8).numpy().data
+    return octets(value).numpy().data
 
 
 def _plain(value: Tensor) -> Tensor:
     """Return a contiguous CPU tensor of a type in DTYPES; other types as flat bytes."""
     value = value.resolve_conj().resolve_neg().contiguous().cpu()
-    return value if value.dtype in DTYPES.values() else value.flatten().view(torch.uint8)
+    return value if value.dtype in DTYPES.values() else octets(value)
 
 
 def _name_of(dtype: torch.dtype) -> str:

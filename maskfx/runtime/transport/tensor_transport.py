@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maskfx.ir.values import octets
 from maskfx.runtime.processes.channel import Part
 
 SMALL = 2048  # bytes; smaller buffers are sent inside the pickle
@@ -31,7 +32,7 @@ class TensorPickler(pickle.Pickler):
 
 def contents(value: Tensor) -> tuple[object, ...]:
     """Return the arguments of `rebuilt` for a CPU tensor; its bytes aren't copied."""
-    flat: Any = value.detach().contiguous().flatten().view(torch.uint8).numpy()
+    flat: Any = octets(value).numpy()
     return pickle.PickleBuffer(flat), value.dtype, tuple(value.shape)
 
 
