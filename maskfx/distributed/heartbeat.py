@@ -85,11 +85,13 @@ class Signs:
         silent: Seconds without a heartbeat.
         idle: Seconds in which its thread neither computed nor came to another exchange.
         exchange: The exchange that it waits for; 0 for none.
+        waited: Seconds in which it was seen to wait for that exchange; it may poll meanwhile.
     """
 
     silent: float = 0.0
     idle: float = 0.0
     exchange: int = 0
+    waited: float = 0.0
 
 
 class HeartbeatReader:
@@ -142,6 +144,7 @@ class HeartbeatWatch:
         signs.silent = 0.0 if runs or beats != self._beats else signs.silent + passed
         moved = exchange != signs.exchange or cpu - self._cpu > USED
         signs.idle = 0.0 if runs or moved else signs.idle + passed
+        signs.waited = signs.waited + passed if exchange and exchange == signs.exchange else 0.0
         signs.exchange, self._beats = exchange, beats
         if moved:
             self._cpu = cpu
@@ -161,7 +164,7 @@ def hung(signs: Mapping[int, Signs], waits: Waits) -> dict[int, str]:
     """Return the ranks that must be ended for a step to go on, with the reason.
 
     Ranks that wait for others aren't to blame while another one computes or hangs. If all wait,
-    those in the earliest exchange keep the others waiting.
+    those in the earliest exchange keep the others waiting, unless they are busy with it.
 
     Args:
         signs: Those of the ranks that haven't answered yet.
@@ -173,11 +176,11 @@ def hung(signs: Mapping[int, Signs], waits: Waits) -> dict[int, str]:
             found[number] = f"it has been stopped for {own.silent:.1f} s"
         elif own.idle >= waits.stall and not own.exchange:
             found[number] = f"it has computed nothing for {own.idle:.1f} s"
-    if found or not signs or min(own.idle for own in signs.values()) < waits.stall:
+    if found or not signs or min(own.waited for own in signs.values()) < waits.stall:
         return found
     first = min(own.exchange for own in signs.values())
     return {
         number: f"it has waited in exchange {first} for {own.idle:.1f} s"
         for number, own in signs.items()
-        if own.exchange == first
+        if own.exchange == first and own.idle >= waits.stall
     }

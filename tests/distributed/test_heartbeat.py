@@ -57,7 +57,10 @@ def test_what_counts_as_silence_and_as_progress() -> None:
     written.exchange = 3
     assert watch.look(10.0 + 4 * LOOK).idle == 0.0
     signs = watch.look(10.0 + 5 * LOOK)
-    assert (signs.idle, signs.exchange) == pytest.approx((LOOK, 3))
+    assert (signs.idle, signs.exchange, signs.waited) == pytest.approx((LOOK, 3, LOOK))
+    written.cpu = 4 * USED  # it polls
+    signs = watch.look(10.0 + 6 * LOOK)
+    assert (signs.idle, signs.waited) == pytest.approx((0.0, 2 * LOOK))
 
 
 def test_time_in_which_nobody_looked_isnt_silence() -> None:
@@ -83,20 +86,29 @@ def test_the_state_of_a_process() -> None:
     assert process_state(1 << 30) == ""
 
 
+def waiting(exchange: int, idle: float = 1.0, waited: float = 1.0) -> Signs:
+    return Signs(idle=idle, exchange=exchange, waited=waited)
+
+
 @pytest.mark.parametrize(
     ("signs", "found"),
     [
         ({0: Signs(), 1: Signs()}, []),
         ({0: Signs(silent=1.0), 1: Signs()}, [0]),
-        ({0: Signs(idle=9.0, exchange=4), 1: Signs()}, []),  # it waits for one that computes
-        ({0: Signs(idle=9.0, exchange=4), 1: Signs(idle=0.9)}, []),
-        ({0: Signs(idle=9.0, exchange=4), 1: Signs(idle=1.0)}, [1]),
-        ({0: Signs(idle=9.0, exchange=4), 1: Signs(idle=1.0, exchange=3)}, [1]),
-        ({0: Signs(idle=1.0, exchange=4), 1: Signs(idle=1.0, exchange=4)}, [0, 1]),
-        ({0: Signs(idle=9.0, exchange=4), 1: Signs(idle=0.9, exchange=3)}, []),
+        ({0: waiting(4), 1: Signs()}, []),  # it waits for one that computes
+        ({0: waiting(4), 1: Signs(idle=0.9)}, []),
+        ({0: waiting(4), 1: Signs(idle=1.0)}, [1]),
+        ({0: waiting(4), 1: waiting(3)}, [1]),
+        ({0: waiting(4, idle=0.0), 1: waiting(3)}, [1]),  # it polls
+        ({0: waiting(4), 1: waiting(3, idle=0.0)}, []),
+        ({0: waiting(4), 1: waiting(4)}, [0, 1]),
+        ({0: waiting(4), 1: waiting(3, waited=0.9)}, []),
         ({}, []),
     ],
-    ids=["both compute", "stopped", "waits", "not yet", "hangs", "behind", "both", "moved", "none"],
+    ids=[
+        *("both compute", "stopped", "waits", "not yet", "hangs", "behind", "polls", "busy"),
+        *("both", "moved", "none"),
+    ],
 )
 def test_who_is_to_blame(signs: dict[int, Signs], found: list[int]) -> None:
     assert sorted(hung(signs, Waits())) == found
