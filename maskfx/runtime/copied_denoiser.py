@@ -1,9 +1,9 @@
-"""CopiedByModule: deep copies and pickles of a denoiser are compiled anew, from its module."""
+"""Deep copies and pickles of a denoiser: compiled anew, from a copy of its module."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Protocol, TypeVar
 
 from torch import nn
 
@@ -14,31 +14,23 @@ from maskfx.runtime.cache.loader import Loader
 Given = tuple[Settings, Loader | None, Loader | None]
 
 
-class CopiedByModule:
-    """A denoiser whose copy has a copy of its module and the same settings, and no captures."""
-
-    module: nn.Module
-    watch_settings: Callable[[], None]
+class Watching(Protocol):
+    """A denoiser that can watch the settings of its module."""
 
     @property
-    def compiled_with(self) -> Given:
-        raise NotImplementedError
+    def watch_settings(self) -> Callable[[], None]: ...
 
-    @property
-    def roles(self) -> Mapping[str, Roles] | None:
-        raise NotImplementedError
 
-    def __reduce_ex__(self, protocol: object) -> Any:
-        return compiled_anew, (type(self), self.module, self.compiled_with, self.roles)
+Denoiser = TypeVar("Denoiser", bound=Watching)
 
 
 def compiled_anew(
-    kind: Callable[..., CopiedByModule],
+    kind: Callable[..., Denoiser],
     module: nn.Module,
     given: Given,
     roles: Mapping[str, Roles] | None,
-) -> CopiedByModule:
-    """Return a denoiser of a module that was copied, or read from a pickle."""
+) -> Denoiser:
+    """Return a denoiser of a module that was copied, or read from a pickle; it has no captures."""
     settings, loader, link = given
     made = kind(module, settings, roles, None, loader, link)
     made.watch_settings()

@@ -25,7 +25,7 @@ from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.loader import Loader, Loading
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.copied_denoiser import CopiedByModule
+from maskfx.runtime.copied_denoiser import compiled_anew
 from maskfx.runtime.denoiser_adapters import DenoiserAdapters
 from maskfx.runtime.dense_ways import DenseWays
 from maskfx.runtime.editing import current_editing
@@ -48,7 +48,7 @@ from maskfx.runtime.validation.validator import Validator
 from maskfx.runtime.weights import Weights
 
 
-class CompiledDenoiser(CopiedByModule):
+class CompiledDenoiser:
     """Runs a denoiser densely, records steps, and edits on active sites only.
 
     Args:
@@ -73,6 +73,7 @@ class CompiledDenoiser(CopiedByModule):
         link: Loader | None = None,
     ) -> None:
         self.module, self._loads = module, LoadChoice(module, settings, loader, link)
+        self.compiled_with = self._loads.given
         self._weights = self._find_weights()
         self._executor = BatchExecutor(settings, loader, self._weights.fingerprint)
         self._known = self._find_programs(roles)
@@ -117,10 +118,9 @@ class CompiledDenoiser(CopiedByModule):
         """Return how the module is compiled; whether plans are made may depend on its device."""
         return self._loads.settings
 
-    @property
-    def compiled_with(self) -> tuple[Settings, Loader | None, Loader | None]:
-        """Return the settings, loader and link that it was made with."""
-        return self._loads.given
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Return what deep copies and pickles are made from."""
+        return compiled_anew, (type(self), self.module, self.compiled_with, self.roles)
 
     def __call__(self, *args: object, **inputs: object) -> Any:
         """Run the module densely; inside `maskfx.editing(...)`, edit or record.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import maskfx
+from maskfx.runtime.programs.buffer_states import LARGEST, BufferStates
 from maskfx.runtime.settings_watch import OWN_CHANGES
 
 
@@ -114,3 +115,11 @@ def test_a_capture_leaves_buffers_that_each_run_changes_as_they_were():
     assert int(module.runs) == 1
     [edited] = denoiser.edit([maskfx.EditStep(INPUTS, SITES, cache)])
     assert torch.isfinite(edited).all()
+
+
+def test_large_buffers_are_not_copied_for_a_capture() -> None:
+    module = nn.BatchNorm2d(4)
+    module.register_buffer("weights", torch.zeros(LARGEST + 1, dtype=torch.uint8))
+    kept = [buffer for buffer, *_ in BufferStates(module)._kept]
+    assert len(kept) == 3
+    assert all(buffer is not module.weights for buffer in kept)

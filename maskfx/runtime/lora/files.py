@@ -25,6 +25,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from maskfx.errors import InputError
+from maskfx.ir.values import octets
 from maskfx.runtime.lora.adapter import (
     Adapter,
     Difference,
@@ -385,8 +386,7 @@ def digest_of(parts: Mapping[str, Layers]) -> str:
             scale = update.scale if isinstance(update, LowRank) else None
             for matrix in tensors_of(update):
                 seen.update(repr((part, layer, scale, matrix.dtype, matrix.shape)).encode())
-                flat = matrix.contiguous().flatten().view(torch.uint8).numpy()
-                seen.update(flat.data)
+                seen.update(octets(matrix).numpy().data)
     return seen.hexdigest()
 
 

@@ -7,16 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+LARGEST = 1 << 20  # bytes of a buffer that is set back
+
 
 class BufferStates:
     """The buffers of a module before it is run for a capture.
 
     Counters and moving averages are written by each run. A table that the first run fills is not:
-    it stays filled.
+    it stays filled. Buffers above `LARGEST`, such as quantized weights, are not copied.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        usable = [b for b in module.buffers() if not (b.is_meta or b.is_inference())]
+        small = (b for b in module.buffers() if b.nbytes <= LARGEST)
+        usable = [b for b in small if not (b.is_meta or b.is_inference())]
         self._kept = [(buffer, buffer._version, buffer.detach().clone()) for buffer in usable]
 
     def restore(self, run: Callable[[], object]) -> None:

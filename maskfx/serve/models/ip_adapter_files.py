@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from maskfx.errors import InputError
 from maskfx.pipelines.adapters.ip_adapters import takes_several
 from maskfx.pipelines.parts.stand_in import find_denoisers
+from maskfx.serve.ip_adapters import PICTURES
 from maskfx.serve.model_folder import PICKLED
 
 SUFFIX = ".safetensors"
 ENCODER = "image_encoder"  # component of pipelines, and the folder beside an IP-Adapter's file
-PICTURES = "ip_adapter_image"  # argument of a pipeline's call
 PARTS = ("image_proj", "ip_adapter")  # prefixes of the names of tensors
 PREPROCESSOR = "preprocessor_config.json"
 LONGEST = 100  # letters of a name
