@@ -62,7 +62,7 @@ STEPS = 20
 PLANS: dict[str, dict[str, Any]] = {
     "unet": {
         "steps": (12, 8, 6, 5, 4),
-        "forecasts": ("output", "clean"),
+        "forecasts": ("output", "clean", "fitted"),
         "settings": (
             *(("step", "alike", 2, value) for value in (0.1, 0.2)),
             ("step", "alike", 4, 0.1),
@@ -76,7 +76,7 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "dit": {
         "steps": (12, 8, 6, 5, 4),
-        "forecasts": ("output",),  # a flow model's clean latents aren't continued
+        "forecasts": ("output", "fitted"),  # a flow model's clean latents aren't continued
         "settings": (
             *(("step", "alike", 4, value) for value in (0.003, 0.005, 0.01)),
             ("step", "alike", 2, 0.005),

@@ -18,7 +18,9 @@ import maskfx
 from bench.quality.bed import WARM_UP, Bed, Case, Pixels
 from bench.quality.caches import CACHES
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.model_folders import model_folders
 from maskfx.pipelines.observed_runs import observed_run
+from maskfx.runtime.reuse.fitted_forecast import table_in
 from maskfx.runtime.reuse.judge_training import ObservedRun, forecast_error
 from maskfx.runtime.reuse.judges import Bools, PatchFeatures
 from training.scenes import SIDE as SCENE
@@ -166,6 +168,7 @@ def sides_of(bench: Bench, plan: Mapping[str, Any], judge: Path | None) -> list[
         Side(name_of(quality), "whole steps", whole(quality))
         for forecast in plan["forecasts"]
         for quality in qualities(bench.calls, forecast)
+        if forecast != "fitted" or is_fitted(bench, quality)
     ]
     found += [Side(name, cache.family, cached(name)) for name, cache in CACHES.items()]
     found += [
@@ -208,6 +211,14 @@ def qualities(calls: int, forecast: str) -> list[maskfx.Quality]:
         if len(chosen) < calls:
             found.setdefault(chosen, quality)
     return list(found.values())
+
+
+def is_fitted(bench: Bench, quality: maskfx.Quality) -> bool:
+    """Return True if weights were fitted for this selection of the task's calls."""
+    table, calls = table_in(model_folders(bench.bed.denoiser)), bench.calls
+    chosen = tuple(n for n in range(calls) if quality.selection.computes(n, calls))
+    runs = [] if table is None else table.runs
+    return any(run.computed == chosen and len(run.times) == calls for run in runs)
 
 
 def name_of(quality: maskfx.Quality) -> str:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 import maskfx
+from maskfx.cli.options import Config, Directory, Model, ModelOption, More, given, settled
 from maskfx.errors import InputError
-
-if TYPE_CHECKING:
-    from maskfx.serve.config import Effective
 
 # extras of pyproject.toml, and the packages that they install, as an import names them
 EXTRAS = {
@@ -36,34 +34,6 @@ cache = typer.Typer(no_args_is_help=True, help="A directory or URL of recorded s
 app.add_typer(cache, name="cache")
 adapters = typer.Typer(no_args_is_help=True, help="LoRA files.")
 app.add_typer(adapters, name="adapters")
-
-Directory = Annotated[str, typer.Argument(metavar="DIR", show_default=False)]
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="A diffusers folder or a hub id; without one, what ships inside.",
-        show_default=False,
-    ),
-]
-Config = Annotated[Path | None, typer.Option(help="A TOML file of settings.", show_default=False)]
-More = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Any other setting, such as limits.images=2; --print-config lists them.",
-        show_default=False,
-    ),
-]
-ModelOption = Annotated[
-    str | None, typer.Option("--model", help="As for serve.", show_default=False)
-]
-
-
-def given(help: str, *names: str) -> object:
-    """Declare an option whose default comes from the settings."""
-    return typer.Option(*names, help=help, show_default=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -176,19 +146,6 @@ def served_options() -> set[str]:
     from maskfx.serve.config import known_keys
 
     return set(known_keys())
-
-
-def settled(named: Mapping[str, object], more: list[str] | None, config: Path | None) -> Effective:
-    """Return the effective settings: the command line's, and all other sources."""
-    from maskfx.serve.config import configure
-
-    options = dict(named)
-    for each in more or ():
-        key, equals, value = each.partition("=")
-        if not equals:
-            raise InputError(f"--set {each}: expected KEY=VALUE, such as limits.images=2")
-        options[key.strip()] = value
-    return configure(options, file=config)
 
 
 @app.command()
@@ -308,6 +265,29 @@ def train_judge(
 
     settings = settled({"model": model, "device": device, "dtype": dtype}, None, config).settings
     return train_judge_of(settings, out, runs, steps, age, side, tolerance, prompt or ())
+
+
+@app.command("fit-forecast")
+def fit_forecast(
+    model: Model = None,
+    out: Annotated[
+        Path | None, given("The file to write or extend; default: forecasts.json in its folder.")
+    ] = None,
+    every: Annotated[int, typer.Option(help="About one in this many steps is computed.")] = 5,
+    least: Annotated[int, typer.Option(help="Steps that are computed at least.")] = 2,
+    steps: Annotated[int | None, given("Denoising steps.")] = None,
+    strength: Annotated[float | None, given("How far from a picture, 0 to 1.")] = None,
+    runs: Annotated[int, typer.Option(help="Pictures to make, and as many again per gap.")] = 12,
+    prompt: Annotated[list[str] | None, given("May be repeated; default: a few.")] = None,
+    device: Annotated[str | None, given("cpu, cuda, cuda:1.")] = None,
+    dtype: Annotated[str | None, given("float32, bfloat16 or float16.")] = None,
+    config: Config = None,
+) -> int:
+    """Fit how the outputs of skipped steps follow from others (Quality(forecast="fitted"))."""
+    from maskfx.cli.fit_forecast import fit_forecast_of
+
+    settings = settled({"model": model, "device": device, "dtype": dtype}, None, config).settings
+    return fit_forecast_of(settings, out, every, least, steps, strength, runs, prompt or ())
 
 
 @app.command()

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import maskfx
+from maskfx.cli.training_runs import PROMPTS, arguments_for, beside, check_out
 from maskfx.errors import InputError
 from maskfx.ir import progress
 from maskfx.pipelines.observed_runs import observed_run
 from maskfx.runtime.reuse.judge_training import AGREEING, ObservedRun, train_judge
 from maskfx.runtime.reuse.judges import FILE, TableJudge
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.model_folder import found
-from maskfx.serve.models.canvas import Canvas
 from maskfx.serve.models.model_source import load_pipeline, told_by
-from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet
-from maskfx.serve.models.warmup import arguments_of, scene
-
-PROMPTS = (
-    "a cat on a chair",
-    "a red house by the sea",
-    "a bowl of fruit",
-    "a street at night in the rain",
-)
+from maskfx.serve.models.pipeline_set import PipelineSet
 
 
 def train_judge_of(
@@ -49,7 +38,7 @@ def train_judge_of(
             raise InputError(f"{name} {value}: give {least} or more")
     if not 0 < tolerance < inf:
         raise InputError(f"--tolerance {tolerance}: give a relative error, such as 0.1")
-    path = out or beside(settings.model)
+    path = out or beside(settings.model, "train-judge", FILE)
     if path.suffix != ".npz":
         raise InputError(
             f"--out {path}: expected a file name with .npz; the card is written as .json"
@@ -61,28 +50,6 @@ def train_judge_of(
     judge.save(path)
     print(summary(judge, path))
     return 0
-
-
-def check_out(path: Path) -> None:
-    """Raise InputError unless files can be written beside `path`; makes their folder."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-        wrong = "it is a directory" if path.is_dir() else None
-    except OSError as error:
-        wrong = str(error.strerror)
-    if wrong is not None:
-        raise InputError(f"--out {path}: can't be written: {wrong}; give another path")
-
-
-def beside(model: str | None) -> Path:
-    where = found(model)
-    if not isinstance(where, Path):
-        raise InputError(
-            f"train-judge {model}: it isn't a folder; give the file to write with --out"
-        )
-    return where / FILE
 
 
 def trained(
@@ -130,23 +97,6 @@ def observed_runs(
             rows.append(observed_run(member.pipe, arguments, side))
             print(f"run {len(rows)} of {len(seeds)}", flush=True)
     return type(member.plain).__name__, rows
-
-
-def arguments_for(
-    family: PipelineSet, member: PipelineMember, seed: int, steps: int | None, prompt: str
-) -> dict[str, object]:
-    """Return a call that makes a whole picture."""
-    width, height = family.size()
-    canvas = Canvas(scene(seed, (width, height)), np.ones((height, width), bool), family.multiple)
-    usual = member.signature.number("num_inference_steps")
-    given = arguments_of(member, canvas, steps or int(usual or 20)) | {"prompt": prompt}
-    if member.signature.has("generator"):
-        given["generator"] = torch.Generator().manual_seed(seed)
-    if member is family.editor:
-        given["image"] = canvas.image()
-    if member.signature.has("mask_image"):
-        given["mask_image"] = canvas.mask_image()
-    return given
 
 
 def summary(judge: TableJudge, path: Path) -> str:

@@ -15,7 +15,7 @@ TIMES = ("sync", "late")
 CHOICES: dict[str, tuple[str, ...]] = {
     "reuse": ("template", "steps", "auto"),
     "vae": ("auto", "full", "mask"),
-    "forecast": ("output", "clean"),
+    "forecast": ("output", "clean", "fitted"),
     "control": TIMES,
     "parallel": TIMES,
 }
@@ -50,6 +50,9 @@ class Quality:
             outputs. "clean": the clean latents that they predict, from which an output follows at
             the latents of its step. Applies where the denoiser predicts noise or velocity by a
             table of noise levels, as in Stable Diffusion; others, such as flow models, extrapolate
+            outputs. "fitted": outputs by weights of the latents and of all outputs computed before,
+            which `maskfx fit-forecast` fits on the model's own runs and keeps in its folder.
+            Applies to the schedules and selections of steps that were fitted; others extrapolate
             outputs.
         feather: Width in pixels, inside the mask's edge, over which the new image fades in.
             Defaults to 0.

@@ -424,6 +424,10 @@ def test_an_edit_here(
         ("train-judge --out /proc/j.npz", "--out /proc/j.npz: can't be written"),
         ("train-judge --out FILE/j.npz", "j.npz: can't be written: "),
         ("train-judge --out FOLDER/j.npz --device moon", "device 'moon': PyTorch can't compute"),
+        ("fit-forecast --every 1 --out FOLDER/f.json", "--every 1: give 2 or more"),
+        ("fit-forecast --strength 2 --out FOLDER/f.json", "--strength 2.0: give a number above 0"),
+        ("fit-forecast --out FOLDER/f.npz", "f.npz: expected a file name with .json"),
+        ("fit-forecast --out /proc/f.json", "--out /proc/f.json: can't be written"),
         ("bench --set device=meta", "device 'meta': PyTorch can't compute"),
         ("adapters profile unet FILE", "not a whole safetensors file"),
         ("adapters profile unet FILE --steps 0", "--steps 0: give 1 or more"),
@@ -458,6 +462,39 @@ def test_explain_and_bench(folder: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "times as fast" in out
     assert "32x32, 2 steps" in out
     assert cli.main(["bench", folder, "--mask-ratio", "1.5"]) == 2
+
+
+@pytest.mark.slow
+def test_forecasts_are_fitted_and_kept_together(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from maskfx.runtime.reuse.fitted_forecast import load_table
+
+    out = tmp_path / "forecasts.json"
+    line = [
+        "fit-forecast",
+        folder,
+        "--runs",
+        "2",
+        "--every",
+        "3",
+        "--strength",
+        "1",
+        "--out",
+        str(out),
+    ]
+    for steps in ("6", "8"):
+        assert cli.main([*line, "--steps", steps]) == 0
+        assert f"{steps} calls of which" in capsys.readouterr().out
+    table = load_table(out)
+    assert table.denoiser == "transformer"
+    assert [len(run.times) for run in table.runs] == [6, 8]
+    assert all(
+        set(run.weights) | set(run.computed) == {*range(len(run.times))} for run in table.runs
+    )
+    out.write_text("{}")
+    assert cli.main([*line, "--steps", "6"]) == 2
+    assert "can't be read" in capsys.readouterr().err
 
 
 @pytest.mark.slow

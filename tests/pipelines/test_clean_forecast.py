@@ -46,7 +46,7 @@ def call_at(kind: str, time: float, clean: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_clean_latents_on_a_line_give_the_outputs_of_steps_that_arent_computed(kind: str) -> None:
     pipe = SimpleNamespace(scheduler=Levels(kind))
-    forecasts = Forecasts(pipe, clean=True)
+    forecasts = Forecasts(pipe, "clean")
     start, change = torch.randn(2, 1, 4, 8, 8, dtype=torch.float64).unbind(0)
     mask = torch.ones(1, 5, 8, 8, dtype=torch.float64)
     for step, time in enumerate(TIMES):
@@ -83,8 +83,8 @@ def test_outputs_go_on_where_noise_levels_arent_known(change: Any) -> None:
     scheduler = Levels("epsilon")
     change(scheduler)
     found = []
-    for clean in (False, True):
-        forecasts = Forecasts(SimpleNamespace(scheduler=scheduler), clean)
+    for kind in ("output", "clean"):
+        forecasts = Forecasts(SimpleNamespace(scheduler=scheduler), kind)
         for step, time in enumerate(TIMES[:2]):
             output = torch.full((1, 4, 8, 8), float(step))
             forecasts.learn(("unet",), (time,), {"sample": torch.ones(1, 4, 8, 8)}, output)

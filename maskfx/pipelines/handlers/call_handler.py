@@ -19,6 +19,7 @@ from maskfx.pipelines.templates.budget_shares import RecordedPart
 from maskfx.pipelines.templates.template_library import TemplateIncomplete, TemplateLibrary
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
+from maskfx.runtime.reuse.fitted_forecast import ForecastTable
 from maskfx.runtime.reuse.patches import PatchDecision
 from maskfx.runtime.reuse.session import Times
 from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
@@ -55,8 +56,8 @@ class CallHandler(Protocol):
         ...
 
     @property
-    def clean(self) -> bool:
-        """Whether clean latents are extrapolated in place of outputs."""
+    def forecast(self) -> str | ForecastTable:
+        """How outputs of the other steps are made: `Quality.forecast`, or by fitted weights."""
         ...
 
     @property
@@ -117,7 +118,7 @@ class DenseHandler:
     records: ClassVar[bool] = False
     title: str | None = None
     selection: StepSelection = EVERY_STEP
-    clean: bool = False
+    forecast: str | ForecastTable = "output"
     reads_times: bool = False
     codes: bool = False
 
@@ -153,7 +154,7 @@ class SelectedStepsHandler(DenseHandler):
     """Runs the calls of selected steps dense; outputs of the others are extrapolated."""
 
     selection: StepSelection
-    clean: bool = False
+    forecast: str | ForecastTable = "output"
     reads_times: bool = True
 
 

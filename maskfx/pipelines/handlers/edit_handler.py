@@ -76,8 +76,8 @@ class EditHandler:
         return self.policy.selection
 
     @property
-    def clean(self) -> bool:
-        return self.quality.forecast == "clean"
+    def forecast(self) -> str:
+        return self.quality.forecast
 
     @property
     def reads_times(self) -> bool:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.handlers.call_handler import CallPart, DenseHandler
 from maskfx.pipelines.masks.mask_grids import MaskGrids, picture_part
 from maskfx.pipelines.masks.masks import Box
+from maskfx.pipelines.model_folders import model_folders
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.templates.batches import mask_shape_of, picture_of
 from maskfx.pipelines.templates.template_library import TemplateIncomplete
@@ -154,8 +154,8 @@ class PatchHandler(DenseHandler):
         return self.quality.selection
 
     @property
-    def clean(self) -> bool:  # type: ignore[override]
-        return self.quality.forecast == "clean"
+    def forecast(self) -> str:  # type: ignore[override]
+        return self.quality.forecast
 
     def prepare(
         self, outputs: Sequence[object], height: int | None, width: int | None, box: Box | None
@@ -189,14 +189,6 @@ class PatchHandler(DenseHandler):
 
     def close(self) -> None:
         self.patches.close()
-
-
-def model_folders(module: nn.Module) -> list[Path]:
-    """Return the folder that a module was loaded from and the one around it; or nothing."""
-    name = getattr(getattr(module, "config", None), "_name_or_path", None)
-    if not isinstance(name, str) or not name or not Path(name).is_dir():
-        return []
-    return [Path(name), Path(name).parent]
 
 
 def grid_of_call(

@@ -199,7 +199,8 @@ class PipelineRun:
         self.ledger = Ledger(self._resolve, wait_for_call)
         self._schedule = RunSchedule(self.pipe)
         self._count = StepCount(self._schedule)
-        self.forecasts = Forecasts(self.pipe, self.handler.clean)
+        modules = {name: denoiser.module for name, denoiser in self.denoisers.items()}
+        self.forecasts = Forecasts(self.pipe, self.handler.forecast, modules.get, self.note)
         self._names = {id(denoiser.module): name for name, denoiser in self.denoisers.items()}
 
     @property
@@ -307,7 +308,7 @@ class PipelineRun:
             if shapes is not None:
                 return deferred_like(shapes, device_of(call.inputs), self.ledger, held)
         self.ledger.settle()  # the forecast needs the outputs before
-        return self.forecasts.at(key_of(call), call.times, call.inputs)
+        return self.forecasts.at(key_of(call), call.times, call.inputs, call.steps)
 
     def _compute_now(self, name: str, inputs: dict[str, object]) -> object:
         """Return the module's own result; the call belongs to no step."""

@@ -7,14 +7,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from maskfx.pipelines.model_folders import model_folders
 from maskfx.pipelines.schedules.schedule import schedulers_of, times_of
 from maskfx.runtime.reuse.clean import KINDS, Mixture, latents_like
+from maskfx.runtime.reuse.fitted_forecast import FittedCurve, ForecastTable, table_in
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times
 
+UNFITTED = (
+    'forecast="fitted": no weights were fitted for these steps; outputs are extrapolated '
+    "(maskfx fit-forecast)"
+)
 STRAIGHT = 0.0  # weight of a parabola: clean latents go on along a line
 Key = tuple[object, ...]  # denoiser, branch and shapes: guidance may end midway
 
@@ -25,12 +31,18 @@ class Forecasts:
 
     Args:
         pipe: The pipeline, whose scheduler has the noise level of each timestep.
-        clean: Whether to continue clean latents. Where they don't follow from an output (other
-            kinds of denoisers, timesteps that aren't the scheduler's), outputs are continued.
+        kind: What is continued: "output", "clean" latents, or outputs by "fitted" weights. Where
+            clean latents don't follow from an output (other kinds of denoisers, timesteps that
+            aren't the scheduler's), or no weights were fitted, outputs are continued. A table of
+            weights stands for itself.
+        modules: The denoisers by name, in whose models' folders tables of weights are.
+        note: Receives what `explain()` prints.
     """
 
     pipe: object
-    clean: bool = False
+    kind: str | ForecastTable = "output"
+    modules: Callable[[str], nn.Module | None] = lambda _: None
+    note: Callable[[str], None] = lambda _: None
     _curves: dict[Key, Curve] = field(default_factory=dict)
     _converts: dict[Key, bool] = field(default_factory=dict)
 
@@ -39,7 +51,7 @@ class Forecasts:
 
     def learn(self, key: Key, times: Times, inputs: Mapping[str, object], result: object) -> None:
         """Take the output of a computed call."""
-        latents = latents_like(list(inputs.values()), result) if self.clean else None
+        latents = latents_like(list(inputs.values()), result) if self.kind == "clean" else None
         mixture = None if latents is None else self._levels.mixture(times)
         if self._converts.setdefault(key, mixture is not None):
             if latents is None or mixture is None:
@@ -47,9 +59,17 @@ class Forecasts:
             result = converted(result, lambda leaf: mixture.clean(latents, leaf))
         self._curve(key).learn(times, result)
 
-    def at(self, key: Key, times: Times, inputs: Mapping[str, object]) -> Any:
-        """Return the output of a call that isn't computed; None before any output is known."""
-        found = self._curve(key).at(times)
+    def at(
+        self, key: Key, times: Times, inputs: Mapping[str, object], steps: int | None = None
+    ) -> Any:
+        """Return the output of a call that isn't computed; None before any output is known.
+
+        `steps` is the number of steps of the run, if it is known.
+        """
+        curve = self._curve(key)
+        if isinstance(curve, FittedCurve):
+            return curve.forecast(times, inputs, steps)
+        found = curve.at(times)
         if found is None or not self._converts.get(key, False):
             return found
         latents, mixture = latents_like(list(inputs.values()), found), self._levels.mixture(times)
@@ -68,8 +88,24 @@ class Forecasts:
 
     def _curve(self, key: Key) -> Curve:
         if key not in self._curves:
-            self._curves[key] = Curve(STRAIGHT) if self._converts.get(key) else Curve()
+            table = self._table(str(key[0]))
+            if table is None:
+                self._curves[key] = Curve(STRAIGHT) if self._converts.get(key) else Curve()
+            else:
+                self._curves[key] = FittedCurve(table=table, lacks=lambda: self.note(UNFITTED))
         return self._curves[key]
+
+    def _table(self, name: str) -> ForecastTable | None:
+        """Return the fitted weights of a denoiser; None where others are continued."""
+        if isinstance(self.kind, ForecastTable):
+            return self.kind if self.kind.denoiser == name else None
+        module = self.modules(name) if self.kind == "fitted" else None
+        if module is None:
+            return None
+        table = table_in(model_folders(module))
+        if table is None:
+            self.note(f"{name}: {UNFITTED}")
+        return table if table is None or table.denoiser == name else None
 
 
 def converted(result: object, convert: Callable[[Tensor], Tensor]) -> object:

@@ -30,9 +30,11 @@ class Curve:
 
     Args:
         bent: weight of the parabola through three outputs against the line through the last two.
+        kept: the number of outputs that are kept; None keeps all.
     """
 
     bent: float = BENT
+    kept: int | None = KEPT
     answers: list[Answer] = field(default_factory=list)
     _times: Times | None = None
     _count: int = -1  # index of the latest time
@@ -41,15 +43,17 @@ class Curve:
         leaves, spec = pytree.tree_flatten(result)
         now = self._place(times)
         kept = [a for a in self.answers if a.at != now and fits(a, leaves, spec)]
-        self.answers = [*kept, Answer(now, [copy_of(leaf) for leaf in leaves], spec)][-KEPT:]
+        kept.append(Answer(now, [copy_of(leaf) for leaf in leaves], spec))
+        self.answers = kept if self.kept is None else kept[-self.kept :]
 
     def at(self, times: Times) -> Any:
         """Return the extrapolated output at a time; None before any output is known."""
         now = self._place(times)
         if not self.answers:
             return None
-        weights = weights_of([answer.at for answer in self.answers], now, self.bent)
-        columns = zip(*(answer.leaves for answer in self.answers), strict=True)
+        latest = self.answers[-KEPT:]
+        weights = weights_of([answer.at for answer in latest], now, self.bent)
+        columns = zip(*(answer.leaves for answer in latest), strict=True)
         leaves = [weighted(column, [weights]) for column in columns]
         return pytree.tree_unflatten(leaves, self.answers[-1].spec)
 

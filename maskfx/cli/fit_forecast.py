@@ -1,0 +1,92 @@
+"""Fit the forecasts of a model's skipped steps, on runs of the model itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import maskfx
+from maskfx.cli.training_runs import PROMPTS, arguments_for, beside, check_out
+from maskfx.errors import InputError
+from maskfx.ir import progress
+from maskfx.pipelines.fitted_runs import FitReport, fit_forecasts
+from maskfx.runtime.reuse.fitted_forecast import FILE, ForecastTable, load_table
+from maskfx.runtime.reuse.step_selection import StepSelection
+from maskfx.serve.config import ServeSettings
+from maskfx.serve.models.model_source import load_pipeline, told_by
+from maskfx.serve.models.pipeline_set import PipelineSet
+
+
+def fit_forecast_of(
+    settings: ServeSettings,
+    out: Path | None,
+    every: int,
+    least: int,
+    steps: int | None,
+    strength: float | None,
+    runs: int,
+    prompts: Sequence[str],
+) -> int:
+    """Write the weights, beside those of other schedules in the file, and print how they fit."""
+    wanted = (("--runs", runs, 2), ("--every", every, 2), ("--least", least, 2))
+    for name, value, lowest in (*wanted, ("--steps", steps, 2)):
+        if value is not None and value < lowest:
+            raise InputError(f"{name} {value}: give {lowest} or more")
+    if strength is not None and not 0 < strength <= 1:
+        raise InputError(f"--strength {strength}: give a number above 0, 1 at most")
+    path = out or beside(settings.model, "fit-forecast", FILE)
+    if path.suffix != ".json":
+        raise InputError(f"--out {path}: expected a file name with .json")
+    check_out(path)
+    began = time.perf_counter()
+    selection = StepSelection(every, least=least)
+    pipeline, report = fitted(settings, selection, steps, strength, runs, tuple(prompts) or PROMPTS)
+    known = load_table(path) if path.is_file() else ForecastTable(report.denoiser)
+    if known.denoiser != report.denoiser:
+        raise InputError(
+            f"--out {path}: it has forecasts of {known.denoiser}, not {report.denoiser}; give "
+            "another file"
+        )
+    table = known.with_run(report.run)
+    table.card = {"model": settings.model or "shipped", "pipeline": pipeline}
+    table.save(path)
+    print(summary(report, path, time.perf_counter() - began))
+    return 0
+
+
+def fitted(
+    settings: ServeSettings,
+    selection: StepSelection,
+    steps: int | None,
+    strength: float | None,
+    runs: int,
+    prompts: Sequence[str],
+) -> tuple[str, FitReport]:
+    """Return the pipeline's class and what was fitted on its runs, each of another prompt."""
+    pipe = load_pipeline(settings.model, settings.dtype, settings.device, settings.controlnets)
+    family = PipelineSet.of(pipe, maskfx.compile, told_by(settings.model))
+    member = family.main
+    calls = [
+        partial(arguments_for, family, member, n, steps, prompts[n % len(prompts)], strength)
+        for n in range(runs)
+    ]
+    with torch.no_grad(), progress.hidden(False):
+        report = fit_forecasts(member.pipe, calls, selection, partial(print, flush=True))
+    return type(member.plain).__name__, report
+
+
+def summary(report: FitReport, path: Path, seconds: float) -> str:
+    run = report.run
+    computed = ", ".join(map(str, run.computed))
+    errors = ", ".join(f"{error:.1%}" for error in report.errors.values())
+    return "\n".join(
+        (
+            f"{path}: {report.denoiser}, {len(run.times)} calls of which {len(run.computed)} are "
+            f"computed ({computed}), in {seconds:.0f} s",
+            f"latents differ from those of full runs, behind each gap: {errors}",
+        )
+    )

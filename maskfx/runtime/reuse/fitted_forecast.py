@@ -1,0 +1,188 @@
+"""Fitted forecasts: outputs that aren't computed, by weights fitted on runs of the model itself.
+
+The output of a skipped step is a weighted sum of the latents at that step and of all outputs that
+the run has computed before. `forecast_fitting.py` finds the weights, for one schedule and one
+selection of steps; a `ForecastTable` has those of one denoiser.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from maskfx.errors import InputError
+from maskfx.runtime.reuse.clean import latents_like
+from maskfx.runtime.reuse.forecast import Curve
+from maskfx.runtime.reuse.session import Times, weighted
+
+FILE = "forecasts.json"  # of a model, in its folder
+SCHEMA = 1
+# Of a schedule's range: times that differ by less are the same step, such as with the shift of
+# another picture size.
+APART = 0.03
+
+
+@dataclass(frozen=True)
+class FittedRun:
+    """The weights of one selection of steps in one schedule.
+
+    Args:
+        times: The times of the denoiser's calls, in the order of the steps.
+        computed: The steps that are computed.
+        weights: For each other step: the weight of the latents, then those of the outputs of the
+            computed steps before it.
+    """
+
+    times: tuple[float, ...]
+    computed: tuple[int, ...]
+    weights: Mapping[int, tuple[float, ...]]
+
+    def distance(self, steps: Sequence[int], times: Sequence[float]) -> float | None:
+        """Return how far these times of steps are from the own ones; None if it is too far."""
+        own = [self.times[step] for step in steps]
+        span = abs(self.times[0] - self.times[-1])
+        furthest = max(abs(a - b) for a, b in zip(own, times, strict=True))
+        return furthest if furthest <= APART * span else None
+
+    def stored(self) -> dict[str, object]:
+        weights = {str(step): list(values) for step, values in self.weights.items()}
+        return {"times": list(self.times), "computed": list(self.computed), "weights": weights}
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> FittedRun:
+        weights = {int(n): tuple(map(float, v)) for n, v in stored["weights"].items()}
+        run = cls(tuple(map(float, stored["times"])), tuple(map(int, stored["computed"])), weights)
+        known = sorted(run.computed)
+        if not known or known[-1] >= len(run.times) or not run.times:
+            raise ValueError(f"the steps {known} aren't among {len(run.times)} times")
+        for step, values in weights.items():
+            if len(values) != 1 + sum(one < step for one in known):
+                raise ValueError(f"step {step} has {len(values)} weights")
+        return run
+
+
+@dataclass
+class ForecastTable:
+    """The fitted runs of one denoiser.
+
+    Args:
+        denoiser: Its name among the pipeline's components.
+        runs: One for each schedule and selection.
+        card: How they were fitted, and how close they come.
+    """
+
+    denoiser: str
+    runs: list[FittedRun] = field(default_factory=list)
+    card: dict[str, Any] = field(default_factory=dict)
+
+    def weights(
+        self, known: Sequence[tuple[int, float]], now: int, time: float, count: int | None
+    ) -> tuple[float, ...] | None:
+        """Return the weights of a step that isn't computed; None if no run was fitted for it.
+
+        Args:
+            known: Number and time of the steps computed so far.
+            now: Number of the step.
+            time: Its time.
+            count: The number of steps of the run, if it is known.
+        """
+        steps, times = (list(one) for one in zip(*known, (now, time), strict=True))
+        found = []
+        for run in self.runs:
+            fits = len(run.times) == count and now in run.weights
+            if fits and [n for n in run.computed if n < now] == steps[:-1]:
+                distance = run.distance(steps, times)
+                if distance is not None:
+                    found.append((distance, run.weights[now]))
+        return min(found)[1] if found else None
+
+    def with_run(self, run: FittedRun) -> ForecastTable:
+        """Return a table in which this run replaces that of the same schedule and selection."""
+
+        def same(one: FittedRun) -> bool:
+            steps = range(len(run.times))
+            alike = len(one.times) == len(run.times) and one.computed == run.computed
+            return alike and one.distance(steps, run.times) is not None
+
+        return ForecastTable(
+            self.denoiser, [*(r for r in self.runs if not same(r)), run], self.card
+        )
+
+    def save(self, path: Path) -> None:
+        runs = [run.stored() for run in self.runs]
+        stored = {"schema": SCHEMA, "denoiser": self.denoiser, "card": self.card, "runs": runs}
+        path.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+
+
+def table_in(folders: Sequence[Path]) -> ForecastTable | None:
+    """Return the table of the first folder that has one."""
+    path = next((path for path in (folder / FILE for folder in folders) if path.is_file()), None)
+    return None if path is None else load_table(path)
+
+
+def load_table(path: str | os.PathLike[str]) -> ForecastTable:
+    """Return a table that `maskfx fit-forecast` wrote."""
+    path = Path(path)
+    return _load(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _load(path: Path, written: int) -> ForecastTable:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {stored['schema']}, not {SCHEMA}")
+        runs = [FittedRun.of(run) for run in stored["runs"]]
+        return ForecastTable(str(stored["denoiser"]), runs, dict(stored["card"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"forecasts {path}: can't be read: {error!r}; make them anew with: "
+            "maskfx fit-forecast MODEL"
+        ) from error
+
+
+@dataclass
+class FittedCurve(Curve):
+    """Forecasts one kind of call by fitted weights; extrapolates where none were fitted.
+
+    Args:
+        table: The weights.
+        lacks: Called at a step for which no weights were fitted.
+    """
+
+    kept: int | None = None
+    table: ForecastTable = field(default_factory=lambda: ForecastTable(""))
+    lacks: Callable[[], None] = lambda: None
+    _steps: dict[int, float] = field(default_factory=dict)  # times of the computed steps
+
+    def learn(self, times: Times, result: object) -> None:
+        super().learn(times, result)
+        now = self.answers[-1].at
+        self._steps = {a.at: self._steps.get(a.at, 0.0) for a in self.answers} | {now: times[0]}
+
+    def forecast(self, times: Times, inputs: Mapping[str, object], count: int | None) -> Any:
+        """Return the output of a call that isn't computed; None before any output is known.
+
+        `count` is the number of steps of the run, if it is known.
+        """
+        guess = self.at(times)
+        if guess is None:
+            return None
+        latents = latents_like(list(inputs.values()), guess)
+        weights = None
+        if latents is not None and len(set(times)) == 1:
+            known, now = list(self._steps.items()), self._place(times)
+            weights = self.table.weights(known, now, times[0], count)
+        if weights is None:
+            self.lacks()
+            return guess
+        outputs: list[Tensor] = [answer.leaves[0] for answer in self.answers]
+        return pytree.tree_map(lambda _: weighted([latents, *outputs], [weights]), guess)

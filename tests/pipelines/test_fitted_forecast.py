@@ -1,0 +1,233 @@
+"""Forecasts by weights that were fitted on runs of the model."""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import maskfx
+from maskfx.errors import InputError
+from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.fitted_runs import FitReport, fit_forecasts
+from maskfx.pipelines.schedules import forecasts
+from maskfx.pipelines.schedules.forecasts import UNFITTED
+from maskfx.runtime.reuse.fitted_forecast import FILE, FittedRun, ForecastTable, load_table
+from maskfx.runtime.reuse.forecast_fitting import RunLog, StepRule, fit_gap
+from maskfx.runtime.reuse.step_selection import StepSelection
+from tests.factories.pipelines import PIPES, anew, call_of, compiled, latents, plain, square, white
+
+FLUX, SD = "FluxInpaintPipeline", "StableDiffusionInpaintPipeline"
+GUIDED = "FluxInpaintPipeline-truecfg"
+STEPS = 10
+SELECTION = StepSelection(every=4, least=2)
+RUN = FittedRun((900.0, 600.0, 300.0, 0.0), (0, 2), {1: (0.5, 2.0), 3: (0.1, 0.2, 0.3)})
+
+
+def call(name: str, seed: int, **more: Any) -> dict[str, Any]:
+    """The arguments of a picture; the generator is in the same state each time."""
+    given = {"num_inference_steps": STEPS, "strength": 1.0, "mask_image": white(), **more}
+    return {**call_of(PIPES[name], seed), **given}
+
+
+def calls(name: str, count: int = 3) -> list[Callable[[], Mapping[str, object]]]:
+    return [partial(call, name, seed) for seed in range(count)]
+
+
+@cache
+def fitted(name: str) -> FitReport:
+    with torch.no_grad():
+        return fit_forecasts(compiled(name), calls(name), SELECTION)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, FittedRun], Any]:
+    """Return a pipeline that finds weights in its model's folder."""
+
+    def placed(name: str, run: FittedRun) -> Any:
+        ForecastTable(fitted(name).denoiser, [run]).save(tmp_path / FILE)
+        monkeypatch.setattr(forecasts, "model_folders", lambda module: [tmp_path])
+        return anew(name, quality=quality())
+
+    return placed
+
+
+def quality(forecast: str = "fitted") -> maskfx.Quality:
+    return maskfx.Quality(every=4, least=2, unmasked=True, forecast=forecast)
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+# Tables.
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    table = ForecastTable("unet", [RUN], {"model": "a"})
+    table.save(tmp_path / FILE)
+    assert load_table(tmp_path / FILE) == table
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda stored: stored.update(schema=9),
+        lambda stored: stored.pop("runs"),
+        lambda stored: stored["runs"][0]["weights"].update({"3": [1.0]}),
+        lambda stored: stored["runs"][0].update(computed=[7]),
+        lambda stored: stored["runs"][0].update(times="later"),
+    ],
+)
+def test_a_damaged_table_is_refused_by_name(change: Callable[[Any], Any], tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    ForecastTable("unet", [RUN]).save(path)
+    stored = json.loads(path.read_text())
+    change(stored)
+    path.write_text(json.dumps(stored))
+    with pytest.raises(InputError, match=r"forecasts .*: can't be read: .*maskfx fit-forecast"):
+        load_table(path)
+
+
+def test_weights_are_of_the_nearest_schedule_and_of_the_steps_that_were_computed() -> None:
+    near = FittedRun((910.0, 610.0, 300.0, 0.0), (0, 2), {1: (0.7, 1.0)})
+    table = ForecastTable("unet", [near, RUN])
+    assert table.weights([(0, 900.0)], 1, 601.0, 4) == (0.5, 2.0)
+    assert table.weights([(0, 910.0)], 1, 608.0, 4) == (0.7, 1.0)
+    assert table.weights([(0, 900.0), (2, 300.0)], 3, 0.0, 4) == (0.1, 0.2, 0.3)
+    assert table.weights([(0, 900.0)], 1, 500.0, 4) is None  # another schedule
+    assert table.weights([(0, 900.0), (1, 600.0)], 3, 0.0, 4) is None  # other steps
+    for count in (None, 5):
+        assert table.weights([(0, 900.0)], 1, 600.0, count) is None
+
+
+def test_a_run_replaces_that_of_its_own_schedule_and_selection() -> None:
+    table = ForecastTable("unet", [RUN])
+    anew = FittedRun((905.0, 600.0, 300.0, 0.0), (0, 2), {1: (1.0, 1.0), 3: (1.0, 1.0, 1.0)})
+    other = FittedRun(RUN.times, (0, 1), {})
+    assert table.with_run(anew).runs == [anew]
+    assert table.with_run(other).runs == [RUN, other]
+
+
+# Fitting.
+
+
+def logs(steps: int, count: int, multistep: bool) -> list[RunLog]:
+    """Runs whose outputs are sums of two pictures, stepped by a linear rule."""
+    made = []
+    for seed in range(count):
+        draw = torch.Generator().manual_seed(seed)
+        x, one, other = torch.randn(3, 1, 4, 8, 8, generator=draw, dtype=torch.float64).unbind(0)
+        log = RunLog()
+        for step in range(steps):
+            output = one + step * step * other
+            log.times.append(float(-step))
+            log.scales.append(2.0)
+            log.before.append(x)
+            log.outputs.append(output)
+            x = 0.9 * x - 0.1 * output
+            if multistep and step:
+                x = x + 0.05 * log.outputs[step - 1] - 0.02 * log.before[step - 1]
+            log.after.append(x)
+        made.append(log)
+    return made
+
+
+@pytest.mark.parametrize("multistep", [False, True])
+def test_outputs_that_are_sums_of_earlier_ones_are_found(multistep: bool) -> None:
+    runs = logs(8, 3, multistep)
+    weights, error = fit_gap(runs, runs, [0, 2], range(3, 6))
+    assert error < 1e-3
+    for step in range(3, 6):
+        of_latents, first, second = weights[step]
+        for log in runs:
+            made = of_latents * 2 * log.before[step] + first * log.outputs[0]
+            torch.testing.assert_close(
+                made + second * log.outputs[2], log.outputs[step], rtol=1e-2, atol=1e-2
+            )
+
+
+def test_a_scheduler_that_adds_noise_follows_no_rule() -> None:
+    runs = logs(3, 2, False)
+    for log in runs:
+        log.after[1] = log.after[1] + 0.1 * torch.randn(log.after[1].shape)
+    with pytest.raises(InputError, match="step 1 of the scheduler isn't a sum .* adds noise"):
+        StepRule.measured(runs, 1)
+
+
+# Pipelines.
+
+
+@pytest.mark.parametrize("name", [FLUX, SD, pytest.param(GUIDED, marks=pytest.mark.slow)])
+def test_fitted_forecasts_are_closer_than_extrapolated_ones(name: str, place: Any) -> None:
+    run = fitted(name).run
+    assert run.computed == (0, 3, 6, 8)
+    assert sorted(run.weights) == [1, 2, 4, 5, 7, 9]
+    pipe = place(name, run)
+    errors: dict[str, float] = {"fitted": 0.0, "output": 0.0}
+    for seed in (0, 1, 2):
+        wanted = latents(plain(name), **call(name, seed))
+        for kind in errors:
+            errors[kind] += apart(latents(pipe, **call(name, seed), quality=quality(kind)), wanted)
+    assert errors["fitted"] < 0.8 * errors["output"], errors
+    assert not unfitted(pipe)
+
+
+def test_the_weights_are_those_of_the_table(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights of the last output alone it is held."""
+    run = fitted(FLUX).run
+    held = {n: (0.0, *[0.0] * (len(w) - 2), 1.0) for n, w in run.weights.items()}
+    pipe = place(FLUX, FittedRun(run.times, run.computed, held))
+    outputs: list[Tensor] = []
+    original = pipe.scheduler.step
+
+    def step(output: Tensor, *args: Any, **more: Any) -> Any:
+        outputs.append(output.clone())
+        return original(output, *args, **more)
+
+    monkeypatch.setattr(pipe.scheduler, "step", step)
+    latents(pipe, **call(FLUX, 5))
+    outputs = outputs[-STEPS:]  # those before are of the recording
+    for first, others in ((0, (1, 2)), (3, (4, 5)), (6, (7,)), (8, (9,))):
+        for other in others:
+            assert torch.equal(outputs[other], outputs[first])
+    assert not torch.equal(outputs[3], outputs[0])
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_was_not_fitted_is_extrapolated_and_noted(there: bool, place: Any) -> None:
+    pipe = place(FLUX, fitted(FLUX).run) if there else anew(FLUX, quality=quality())
+    given = {"num_inference_steps": 13}
+    found = latents(pipe, **call(FLUX, 1, **given))
+    assert unfitted(pipe)
+    wanted = latents(pipe, **call(FLUX, 1, **given), quality=quality("output"))
+    assert torch.equal(found, wanted)
+
+
+def test_edits_use_them_too(place: Any) -> None:
+    pipe = place(FLUX, fitted(FLUX).run)
+    given = {"mask_image": square(), "quality": quality()}
+    found = latents(pipe, **call(FLUX, 4, **given))
+    assert not unfitted(pipe)
+    others = latents(pipe, **call(FLUX, 4, **given | {"quality": quality("output")}))
+    assert not torch.equal(found, others)
+    wanted = latents(pipe, **call(FLUX, 4, **given | {"quality": "all-steps"}))
+    assert apart(found, wanted) < apart(others, wanted)
+
+
+def unfitted(pipe: Any) -> list[str]:
+    return [note for note in pipeline_state_of(pipe).notes if UNFITTED in note]
+
+
+def test_runs_that_cant_be_fitted_say_why() -> None:
+    pipe = compiled(FLUX)
+    with pytest.raises(InputError, match="every step is computed"):
+        fit_forecasts(pipe, calls(FLUX), StepSelection())
+    mixed = [partial(call, FLUX, 0), partial(call, FLUX, 0, num_inference_steps=STEPS + 1)]
+    with torch.no_grad(), pytest.raises(InputError, match="several schedules"):
+        fit_forecasts(pipe, mixed, SELECTION)
+    assert "step" not in vars(pipe.scheduler)

@@ -1,0 +1,46 @@
+"""The fitted forecasts of the shipped pipelines (`Quality(forecast="fitted")`).
+
+    OMP_NUM_THREADS=1 python -m training.forecasts unet dit
+
+Runs `maskfx fit-forecast` with captions of the training's scenes, for pictures from noise and from
+a picture. `training.build` makes the pipeline's folder anew, so this comes after it. Takes about
+10 minutes per pipeline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from maskfx.cli.fit_forecast import fit_forecast_of
+from maskfx.serve.config import ServeSettings
+from maskfx.shipped import names
+from training.judges import prompts
+
+RUNS = 12
+# steps, strength, `every` and `least` of what is fitted
+FITTED = (
+    (20, 1.0, 4, 6),
+    (20, 1.0, 5, 2),
+    (20, 1.0, 7, 2),
+    (20, 0.6, 7, 2),
+    (20, 0.6, 11, 2),
+    (25, 1.0, 5, 2),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="+", choices=names())
+    parser.add_argument("--runs", type=int, default=RUNS)
+    given = parser.parse_args()
+    captions = prompts(given.runs)
+    for name in given.names:
+        settings = ServeSettings(model=name)
+        for steps, strength, every, least in FITTED:
+            fit_forecast_of(settings, None, every, least, steps, strength, given.runs, captions)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
