@@ -7,6 +7,7 @@ is limited to small tensors.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
 import threading
@@ -137,6 +138,7 @@ def export(
         Routings() as routings,
         written_out_attention(),
         equal_sizes(module, leaves),
+        named_parameters(module, list(inputs)),
         size_arithmetic(),
     ):
         program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
@@ -193,6 +195,30 @@ def equal_sizes(module: torch.nn.Module, leaves: Sequence[Argument]) -> Iterator
         yield
     finally:
         hook.remove()
+
+
+@contextlib.contextmanager
+def named_parameters(module: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Let a forward that takes any names, as that of a wrapper does, show those of this call."""
+    forward, before = module.forward, vars(module).get("forward")
+    kinds = [parameter.kind for parameter in inspect.signature(forward).parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        yield
+        return
+
+    def named(*args: object, **kwargs: object) -> object:
+        return forward(*args, **kwargs)
+
+    shown = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    vars(named)["__signature__"] = inspect.Signature(shown)
+    vars(module)["forward"] = named
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = before
 
 
 @contextlib.contextmanager
