@@ -18,11 +18,11 @@ from maskfx.export.denoiser import ExportedDenoiser
 from maskfx.export.describe import hint
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.objects import copied_tree
+from maskfx.ir.values import ROUNDED
 from maskfx.runtime.programs.proof import uneven_mask
 from maskfx.runtime.steps import EditStep
 
 BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-4}
-ROUNDED = 5e-2  # of 16 bits, whose sums two runtimes round in other orders
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def verdicts(
 
     def verdict(graph: str, found: object) -> Verdict:
         apart = [difference(a, b) for a, b in zip(pytree.tree_leaves(found), wanted, strict=True)]
-        bound = max(BOUNDS.get(t.dtype, ROUNDED) for t in wanted)
+        bound = max(capture.rounding, *(BOUNDS.get(t.dtype, ROUNDED) for t in wanted))
         return Verdict(graph, sizes, max(apart), bound)
 
     if denoiser.graphs.has("dense"):

@@ -144,9 +144,15 @@ def export(
         program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
         routings.check()
         free_multiples(program)
-        if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
-            program = program.run_decompositions({})
+        nodes = [n for g in graphs(program.graph_module) for n in g.nodes]
+        if any(is_write(n) or turns_on_autocast(n) for n in nodes):
+            program = program.run_decompositions({})  # casts of autocast become operators
     return program
+
+
+def turns_on_autocast(node: fx.Node) -> bool:
+    """Return True for a region of a graph that runs with `torch.autocast` on."""
+    return node.target is torch.ops.higher_order.wrap_with_autocast and node.args[2] is not False
 
 
 def free_multiples(program: torch.export.ExportedProgram) -> None:

@@ -320,6 +320,7 @@ def size_at_capture(size: int | torch.SymInt) -> int:
 def stand_in(node: fx.Node) -> Any:
     """Return a node's value at capture as a meta tensor or a plain number.
 
+    Types don't count, and differ where `torch.autocast` casts, so floating-point ones are float32.
     A size that depends on what a tensor holds, such as a number of kept tokens, counts as one.
     """
     value = node.meta.get("val")
@@ -327,7 +328,8 @@ def stand_in(node: fx.Node) -> Any:
         value = operator.attrgetter(str(node.target))(node.graph.owning_module)
     if isinstance(value, Tensor):
         shape = [size_at_capture(size) for size in value.shape]
-        return torch.empty(shape, dtype=value.dtype, device="meta")
+        dtype = torch.float32 if value.is_floating_point() else value.dtype
+        return torch.empty(shape, dtype=dtype, device="meta")
     if isinstance(value, (torch.SymInt, int)):
         return size_at_capture(value)
     return value

@@ -93,7 +93,7 @@ class ProgramFiles:
         capture, program = compilation.capture, compilation.program
         if program is None and capture.interrupted:
             return
-        sizes = capture.frozen, capture.single
+        sizes = capture.frozen, capture.single, capture.autocast
         kind = repr((capture.in_spec, capture.leaves, capture.constants, sizes))
         digest = hashlib.sha256(kind.encode()).hexdigest()
         code = "dense" if program is None else program.code[:16]
