@@ -318,11 +318,7 @@ def size_at_capture(size: int | torch.SymInt) -> int:
 
 
 def stand_in(node: fx.Node) -> Any:
-    """Return a node's value at capture as a meta tensor or a plain number.
-
-    Types don't count, and differ where `torch.autocast` casts, so floating-point ones are float32.
-    A size that depends on what a tensor holds, such as a number of kept tokens, counts as one.
-    """
+    """Return a node's value at capture as a number, or a meta tensor with floats as float32."""
     value = node.meta.get("val")
     if value is None and node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(node.graph.owning_module)
