@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from maskfx.compiler.capture.roles import Argument
 from maskfx.compiler.compile import Compilation, flat_graph
 from maskfx.compiler.rank_twins import SplitProgram, split_program
 from maskfx.config import Settings
@@ -128,7 +129,14 @@ def sizes_line(compilation: Compilation) -> str:
     seen = [f"{role} {n}" for role, n in sizes.items() if role not in ("y", "x")]
     if "y" in sizes:
         seen.append(f"{sizes['y']} x {sizes['x']} sites")
-    return f"{kind}; captured at {', '.join(seen)}"
+    return f"{kind}; captured at {', '.join(seen)} of {sited(capture.leaves)}"
+
+
+def sited(leaves: Sequence[Argument]) -> str:
+    """Return the argument whose positions are the sites, which `roles=` overrides."""
+    steps_first = sorted(leaves, key=lambda leaf: not leaf.step)
+    found = (leaf.path for leaf in steps_first if not {"y", "tokens"}.isdisjoint(leaf.roles))
+    return next(found, "no argument")
 
 
 def pass_lines(compilation: Compilation) -> Iterator[str]:
