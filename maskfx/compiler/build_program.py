@@ -14,7 +14,7 @@ from maskfx.ir.lanes import Batch, lane_of
 from maskfx.ir.lazy_module import LazyModule, over_same
 from maskfx.ir.program import Interface, Product, Program
 from maskfx.ir.sources import Tapped
-from maskfx.ir.values import octets
+from maskfx.ir.values import autocast_dtypes, octets
 from maskfx.passes.context import ROWS, PassContext, aten, get_attribute
 
 
@@ -97,7 +97,7 @@ def digest(module: fx.GraphModule, interface: Interface) -> str:
     number = {node: i for i, node in enumerate(graph.nodes)}
     origins = {item.name: item.origin for item in interface.derived}
     taps = {name: i for i, name in enumerate(interface.taps)}
-    lines = [repr(interface.pyramid.levels), repr(interface.outputs)]
+    lines = [repr(interface.pyramid.levels), repr(interface.outputs), *autocast_dtypes()]
     for tap in interface.taps.values():
         lines.append(repr(dataclasses.replace(tap, name="")))
     for node in graph.nodes:

@@ -209,7 +209,10 @@ def pair_table(low: Lowering, given: Operands) -> Node:
     """Return the input with the attention's mask."""
     pairs, rest = low.source(given["bias"]), given["rest_k"]
     if isinstance(pairs, LinePairs):
-        raise CompileError("attention along lines with a mask isn't exported")
+        raise CompileError(
+            "export: an attention along rows or columns has a mask, which no format has operators "
+            'for yet; export part="dense", or run the denoiser here'
+        )
     assert isinstance(pairs, Pairs)
     loaded = low.source(rest) if rest.op == "placeholder" else None
     taps = low.interface.taps

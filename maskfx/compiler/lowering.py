@@ -63,6 +63,11 @@ class Lowering:
             if "val" in node.meta:
                 self.values[node].meta.setdefault("val", node.meta["val"])
             return
+        if node.target is aten.sym_size.int and node.args[0] not in self.values:
+            requests = self.input("requests", Requests())  # spans have a row for each
+            self.values[node] = self.call(aten.sym_size.int, requests, node.args[1])
+            self.values[node].meta.setdefault("val", node.meta.get("val"))
+            return
         self.values[node] = self.graph.node_copy(node, lambda n: self.values[n])
 
     def drop_unread(self, kept: Sequence[Node]) -> None:

@@ -63,6 +63,11 @@ class ExportedDenoiser(CompiledDenoiser):
         super().__init__(module, how, loader=loader)
         self._executor.graphs.run_by(self.graphs.runner)
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Return what deep copies and pickles are made from: they open the same files."""
+        settings, loader, _ = self.compiled_with
+        return type(self), (self.module, self.directory, settings, loader, self._compares)
+
     def _find_weights(self) -> Weights:
         return Weights(self.module, str(self.graphs.manifest["weights"]))
 

@@ -13,16 +13,16 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.roles import Argument, observed_sizes
-from maskfx.errors import CompileError
+from maskfx.errors import CompileError, MaskfxError
 from maskfx.export.denoiser import ExportedDenoiser
 from maskfx.export.describe import hint
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.objects import copied_tree
+from maskfx.ir.values import ROUNDED
 from maskfx.runtime.programs.proof import uneven_mask
 from maskfx.runtime.steps import EditStep
 
 BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-4}
-ROUNDED = 5e-2  # of 16 bits, whose sums two runtimes round in other orders
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def verify(
     denoiser = ExportedDenoiser(module, directory, compares=False)
     found: list[Verdict] = []
     for given in inputs:
-        for verdict in verdicts(denoiser, module, given):
+        for verdict in ran(verdicts(denoiser, module, given), type(module).__name__):
             found.append(verdict)
             if not verdict.error <= verdict.bound:
                 raise CompileError(
@@ -60,6 +60,20 @@ def verify(
                     "exports it all the same"
                 )
     return found
+
+
+def ran(verdicts: Iterator[Verdict], name: str) -> Iterator[Verdict]:
+    """Yield the verdicts; raise CompileError if the runtime of the format can't run a graph."""
+    try:
+        yield from verdicts
+    except MaskfxError:
+        raise
+    except Exception as error:  # each runtime has its own
+        text = f"{type(error).__name__}: {str(error).strip()[:400]}"
+        raise CompileError(
+            f"export: a graph of {name} can't be run: {text}; nothing was written. Another format, "
+            "or verify=False, exports it all the same"
+        ) from error
 
 
 @torch.no_grad()
@@ -77,7 +91,7 @@ def verdicts(
 
     def verdict(graph: str, found: object) -> Verdict:
         apart = [difference(a, b) for a, b in zip(pytree.tree_leaves(found), wanted, strict=True)]
-        bound = max(BOUNDS.get(t.dtype, ROUNDED) for t in wanted)
+        bound = max(capture.rounding, *(BOUNDS.get(t.dtype, ROUNDED) for t in wanted))
         return Verdict(graph, sizes, max(apart), bound)
 
     if denoiser.graphs.has("dense"):

@@ -124,6 +124,7 @@ def has_attributes_alone(value: object) -> bool:
 def open_kind(kind: type) -> None:
     """Let pytrees take apart the objects of a class."""
     if kind in pytree.SUPPORTED_NODES:
+        name_kind(kind)
         return
 
     def flattened(value: object) -> tuple[list[object], ObjectForm]:
@@ -148,6 +149,19 @@ def open_kind(kind: type) -> None:
         from_dumpable_context=read,
     )
     OPENED.add(kind)
+
+
+def name_kind(kind: type) -> None:
+    """Let trees of a registered class be written, under its full name if it has no name for that.
+
+    `torch.utils._pytree.register_dataclass` gives none.
+    """
+    known = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
+    if known is None or known.serialized_type_name != pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
+        return
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    pytree.SUPPORTED_SERIALIZED_TYPES[kind] = known._replace(serialized_type_name=name)
+    pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = kind
 
 
 def put_together(parts: Iterable[object], form: ObjectForm) -> object:

@@ -70,8 +70,14 @@ def octets(value: torch.Tensor) -> torch.Tensor:
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
-def same_values(found: object, wanted: object) -> bool:
-    """Return True if the trees are equal up to rounding, as two runs of the same model are."""
+ROUNDED = 5e-2  # relative difference that two runs in 16 bits may have
+
+
+def same_values(found: object, wanted: object, within: float = 0.0) -> bool:
+    """Return True if the trees are equal up to rounding, as two runs of the same model are.
+
+    `within` is the relative difference of values that were rounded to fewer bits before.
+    """
     a, b = pytree.tree_leaves(found), pytree.tree_leaves(wanted)
     if len(a) != len(b):
         return False
@@ -83,7 +89,7 @@ def same_values(found: object, wanted: object) -> bool:
         if x.shape != y.shape or x.dtype != y.dtype:
             return False
         if x.is_floating_point():
-            bound = rounding(x)
+            bound = max(rounding(x), within)
             x, y = torch.nan_to_num(x.float()), torch.nan_to_num(y.float())
             if (x - y).norm() > bound * y.norm() + 1e-6:
                 return False
@@ -95,7 +101,7 @@ def same_values(found: object, wanted: object) -> bool:
 def rounding(value: torch.Tensor) -> float:
     """Return the relative difference that two runs may have; GPU convolutions may use TF32."""
     if value.dtype not in (torch.float32, torch.float64):
-        return 5e-2
+        return ROUNDED
     return 1e-3 if value.is_cuda else 1e-4
 
 
@@ -144,3 +150,9 @@ class Equality:
             known = Compared(weakref.ref(one), weakref.ref(other), versions, found)
             self._known.put(key, known)
         return known.equal
+
+
+def autocast_dtypes() -> list[str]:
+    """Return the types that `torch.autocast` computes in around this call, by kind of device."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds]

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-
 from maskfx.ir.module_settings import KnownSettings, RunSettings, Switches
+from maskfx.ir.values import autocast_dtypes
 from maskfx.pipelines.adapters.late_lora import Loras
 from maskfx.pipelines.adapters.lora_files import LoraTarget
 from maskfx.pipelines.digests import digest
@@ -190,9 +189,3 @@ class PipelineState:
         weights = {name: denoiser.fingerprint() for name, denoiser in self.denoisers.items()}
         parts: list[object] = [self.fingerprint.digest(pipe.components, modules, self.settings)]
         return digest([*parts, weights, *autocast_dtypes()])
-
-
-def autocast_dtypes() -> list[str]:
-    """Return the types that `torch.autocast` computes in around this call, by kind of device."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds]

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from maskfx.compiler.capture.roles import Argument
 from maskfx.compiler.compile import Compilation, flat_graph
 from maskfx.compiler.rank_twins import SplitProgram, split_program
 from maskfx.config import Settings
@@ -128,7 +129,14 @@ def sizes_line(compilation: Compilation) -> str:
     seen = [f"{role} {n}" for role, n in sizes.items() if role not in ("y", "x")]
     if "y" in sizes:
         seen.append(f"{sizes['y']} x {sizes['x']} sites")
-    return f"{kind}; captured at {', '.join(seen)}"
+    return f"{kind}; captured at {', '.join(seen)} of {sited(capture.leaves)}"
+
+
+def sited(leaves: Sequence[Argument]) -> str:
+    """Return the argument whose positions are the sites, which `roles=` overrides."""
+    steps_first = sorted(leaves, key=lambda leaf: not leaf.step)
+    found = (leaf.path for leaf in steps_first if not {"y", "tokens"}.isdisjoint(leaf.roles))
+    return next(found, "no argument")
 
 
 def pass_lines(compilation: Compilation) -> Iterator[str]:
@@ -255,7 +263,8 @@ def refused_lines(
     batch = compilation.capture.pyramid.batch
     nodes = {n.name: n for n in captured.nodes}
     dense = compilation.dense if compilation.program is not None else None
-    stepwise = {n.name for n in dense.module.graph.nodes} if dense is not None else set(nodes)
+    made = {} if dense is None else {n.name: n for n in dense.module.graph.nodes}
+    stepwise = set(nodes if dense is None else made)
     first = {n: why for n, why in reasons.items() if not follows(nodes.get(n), reasons)}
     yield "Runs in full in every step, with all that it is made from"
     rows: list[Sequence[str]] = [("node", "module", "FLOP", "why")]
@@ -264,8 +273,10 @@ def refused_lines(
         cost = place = ""
         if node is not None:
             place = module_path(node)
-            made = [n for n in ancestors([node]) if n.name in stepwise]
-            cost = amount(sum(costs.get(n, 0) for n in made) / batch)
+            every = [n for n in ancestors([node]) if n.name in stepwise]
+            cost = amount(sum(costs.get(n, 0) for n in every) / batch)
+        elif name in made:  # a pass has written it
+            place = module_path(made[name])
         rows.append((name, place, cost, why))
     yield from table(rows, left=(0, 1, 3))
     if len(first) < len(reasons):

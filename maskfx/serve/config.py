@@ -29,7 +29,7 @@ from pydantic import (
 )
 
 from maskfx.errors import InputError
-from maskfx.runtime.cache.stores.objects import is_url
+from maskfx.serve.places import directory_or_url
 
 
 class Limits(BaseModel):
@@ -68,11 +68,6 @@ def split(value: object) -> object:
     """Split a list that is given as one string."""
     parts = value.split(",") if isinstance(value, str) else None
     return value if parts is None else [part.strip() for part in parts if part.strip()]
-
-
-def place(value: object) -> object:
-    """Return a URL as it is, and another text as a path."""
-    return Path(value) if isinstance(value, str) and not is_url(value) else value
 
 
 def check_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
@@ -156,7 +151,7 @@ class ServeSettings(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "cpu"
     # templates in a directory, or a URL of an object store, shared by workers; None: memory only
-    cache_dir: Annotated[str | Path | None, AfterValidator(place)] = None
+    cache_dir: Annotated[str | Path | None, AfterValidator(directory_or_url)] = None
     # templates in memory, per worker; None: half of the free memory, shared by the workers
     cache_host_bytes: int | None = Field(default=None, gt=0)
     # device memory, used before host memory; None: a quarter of what the model leaves free
@@ -171,7 +166,9 @@ class ServeSettings(BaseModel):
     # bytes per second: loads take as long as over such a link (for measurements); None: no limit
     link_bandwidth: float | None = Field(default=None, gt=0)
     cache_disk_bytes: int = Field(32 << 30, gt=0)
-    lora_dir: Path | None = None  # *.safetensors that requests may name
+    lora_dir: Annotated[Path | None, AfterValidator(directory_or_url)] = (
+        None  # *.safetensors that requests may name
+    )
     lora_host_bytes: int = Field(4 << 30, gt=0)  # memory of a worker's loaded LoRAs
     # denoisers, such as controlnet, that are computed in processes of their own on each worker
     own_process: Names = ()

@@ -613,3 +613,31 @@ def test_a_failing_export_is_quiet_and_other_threads_are_not(
         "another thread",
     }
     assert handler.filters == []
+
+
+class Codes(nn.Module):
+    """Has a weight of a name that every graph has an attribute of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.ones(4, 1, 1))
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return sample * self.code
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Codes()
+
+    def forward(self, sample: Tensor) -> Tensor:
+        found: Tensor = self.inner(sample)
+        return found
+
+
+def test_a_name_that_graphs_have_is_reported() -> None:
+    found = capture(Codes(), {"sample": torch.randn(1, 4, 6, 5)})
+    assert found.module is None
+    assert found.notes[0].startswith("a graph can't have a weight or part named 'code': rename it")
+    assert capture(Holder(), {"sample": torch.randn(1, 4, 6, 5)}).module is not None

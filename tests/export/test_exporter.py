@@ -1,7 +1,9 @@
 """Exported graphs compute what the denoiser does, and a failed export leaves nothing behind."""
 
+import copy
 import errno
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -284,3 +286,18 @@ def test_the_mode_of_the_command_chooses_the_graphs(capsys: pytest.CaptureFixtur
     for line, text in (("--mode sparse", "choose one of"), ("--mode dense --part record", "leave")):
         assert cli.main(["export", "--out", "x", *line.split()]) == 2
         assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_copies_of_an_exported_denoiser_run_its_files(written: Export, again: Any) -> None:
+    denoiser = ExportedDenoiser(tiny(), written("pt2"), compares=False)
+    copied = again(denoiser)
+    assert type(copied) is ExportedDenoiser
+    assert copied.module is not denoiser.module
+    given = arguments(2)
+    output, cache = copied.record(**given)
+    edits = copied.edit([maskfx.EditStep(given, masks(8, 8)[0], cache)])
+    for found in (output, *edits, copied.dense(given)):
+        assert error(found, tiny()(**given)) < 1e-4
+    for one in (denoiser, copied):  # each accepts the other's recordings
+        one.edit([maskfx.EditStep(given, masks(8, 8)[0], cache)])

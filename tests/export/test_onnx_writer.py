@@ -102,6 +102,75 @@ def test_rolls_and_chunks_of_unknown_sizes_are_slices(tmp_path: Path) -> None:
             assert error(torch.from_numpy(a), b) < 1e-5
 
 
+class Pooling(nn.Module):
+    """Pools a picture of any size to a few parts, and a fixed one."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        pools = nn.functional.adaptive_avg_pool2d, nn.functional.adaptive_max_pool2d
+        found = [pool(x, size) for pool in pools for size in ((2, 3), (1, 1), (4, 1))]
+        lines = (
+            nn.functional.adaptive_avg_pool1d(x[0], 3),
+            nn.functional.adaptive_max_pool1d(x[0], 2),
+        )
+        return *found, *lines, nn.functional.adaptive_avg_pool2d(x[:, :, :5, :7], (2, 3))
+
+
+def test_pools_have_the_parts_of_pytorch(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    shapes = ({2: Dim.AUTO, 3: Dim.AUTO},)
+    program = torch.export.export(Pooling(), (torch.randn(2, 3, 9, 14),), dynamic_shapes=shapes)
+    path = tmp_path / "x.onnx"
+    formats.OnnxWriter(tmp_path).write(program, {path: list("abcdefghi")})
+    for height, width in ((8, 12), (7, 10), (11, 9)):
+        x = torch.randn(2, 3, height, width)
+        found = runtime.InferenceSession(str(path)).run(None, {"x": x.numpy()})
+        for a, b in zip(found, Pooling()(x), strict=True):
+            assert error(torch.from_numpy(a), b) < 1e-5
+
+
+class Grouping(nn.Module):
+    """Convolutions with weights of each sample."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        b, c, h, w = x.shape
+        pixels, each = x.reshape(1, b * c, h, w), weight.flatten(0, 1)
+        conv = nn.functional.conv2d
+        lines = nn.functional.conv1d(pixels.flatten(2), each[:, :, 0], padding=1, groups=b)
+        return (
+            conv(pixels, each, bias, padding=1, groups=b),
+            conv(pixels, each, None, (2, 1), (0, 2), (1, 2), b),
+            lines,
+        )
+
+
+def test_groups_that_are_samples_are_products(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+
+    def given(b: int, h: int, w: int) -> dict[str, Tensor]:
+        weight = torch.randn(b, 5, 4, 3, 3)
+        return {"x": torch.randn(b, 4, h, w), "weight": weight, "bias": torch.randn(b * 5)}
+
+    batch = Dim("batch", min=2)
+    program = torch.export.export(
+        Grouping(),
+        (),
+        given(3, 8, 10),
+        dynamic_shapes={
+            "x": {0: batch, 2: Dim.AUTO, 3: Dim.AUTO},
+            "weight": {0: batch},
+            "bias": {0: 5 * batch},
+        },
+    )
+    path = tmp_path / "x.onnx"
+    formats.OnnxWriter(tmp_path).write(program, {path: list("abc")})
+    for sizes in ((2, 7, 9), (1, 12, 8)):
+        inputs = given(*sizes)
+        arrays = {name: value.numpy() for name, value in inputs.items()}
+        found = runtime.InferenceSession(str(path)).run(None, arrays)
+        for a, b in zip(found, Grouping()(**inputs), strict=True):
+            assert error(torch.from_numpy(a), b) < 1e-5
+
+
 class Mixing(nn.Module):
     """Computes with numbers of several types, which ONNX wants to be cast."""
 

@@ -7,6 +7,7 @@ import pytest
 import maskfx
 from maskfx.export.exporter import export
 from tests.export.hosted import check_export
+from tests.factories.own_cases import OWN
 from tests.factories.zoo import ZOO
 
 pytestmark = pytest.mark.slow
@@ -21,6 +22,13 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_onnxruntime_agrees_with_the_denoiser(name: str, tmp_path: Path) -> None:
     check_export(ZOO[name], tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "name", ["parts", "styled", "two-streams", "half-swin", "swin-kernel", "context"]
+)
+def test_onnxruntime_agrees_with_denoisers_as_users_write_them(name: str, tmp_path: Path) -> None:
+    check_export(OWN[name], tmp_path / "x")
 
 
 def test_a_capture_shared_with_an_equal_denoiser_is_exported_with_its_numbers(

@@ -174,6 +174,24 @@ def test_names_what_runs_in_full_with_place_reason_and_cost() -> None:
     assert "in full, every step" in text
 
 
+def test_names_the_argument_whose_positions_are_the_sites() -> None:
+    """A reader sees where a text was taken for the picture."""
+
+    class Prior(nn.Module):
+        def forward(self, hidden_states: Tensor, words: Tensor) -> Tensor:
+            return hidden_states + words.tanh().mean(1)
+
+    class Silu(nn.Module):
+        def forward(self, sample: Tensor) -> Tensor:
+            return nn.functional.silu(sample)
+
+    example = {"hidden_states": torch.randn(2, 8), "words": torch.randn(2, 6, 8)}
+    assert "of words\n" in maskfx.compile(Prior(), example_inputs=example).explain()
+    picture = {"sample": torch.randn(2, 8, 6, 5)}
+    silu = maskfx.compile(Silu(), example_inputs=picture)
+    assert "sites of sample\n" in silu.explain()
+
+
 class Observed(nn.Module):
     """Attention in steps whose weights are used twice, the scores written into an empty."""
 

@@ -123,6 +123,17 @@ def test_a_file_that_isnt_there_is_refused(tmp_path: Path) -> None:
         configure({}, {}, tmp_path / "no.toml")
 
 
+@pytest.mark.parametrize("name", ["cache_dir", "lora_dir"])
+def test_a_directory_that_is_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    file = file_with(tmp_path, "")
+    for place in (file, file / "deep" / "er"):
+        with pytest.raises(InputError, match=rf"{name}.*serve\.toml is a file; give a directory"):
+            configure({name: str(place)}, {})
+    for place in (tmp_path, tmp_path / "new" / "one"):
+        assert getattr(configure({name: str(place)}, {}).settings, name) == place
+    assert configure({"cache_dir": "s3://bucket/x"}, {}).settings.cache_dir == "s3://bucket/x"
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_an_empty_key_is_refused(host: str) -> None:
     """A caller that sends nothing would have it."""

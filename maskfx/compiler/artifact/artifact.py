@@ -194,6 +194,7 @@ def capture_document(capture: Capture, tensors: Tensors) -> CaptureDocument:
         "frozen": capture.frozen,
         "fixed_batch": capture.fixed_batch,
         "single": capture.single,
+        "autocast": capture.autocast,
         "features": encoded(capture.features),
         "results": encoded(capture.results),
         "notes": capture.notes,
@@ -339,6 +340,7 @@ def read_capture(document: CaptureDocument, captured: str, tensors: Tensors) -> 
         frozen=document["frozen"],
         fixed_batch=document["fixed_batch"],
         single=document["single"],
+        autocast=document["autocast"],
         features=decoded(document["features"]),
         results=decoded(document["results"]),
         decisions=None

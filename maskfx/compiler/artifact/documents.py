@@ -112,6 +112,7 @@ class CaptureDocument(TypedDict):
     frozen: Sizes | None
     fixed_batch: int | None
     single: bool
+    autocast: list[str]
     features: Json
     results: Json
     notes: list[str]

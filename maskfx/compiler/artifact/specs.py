@@ -8,11 +8,13 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiler.artifact.documents import SpecDocument
 from maskfx.compiler.artifact.plain import Unsavable
-from maskfx.ir.objects import open_kind
+from maskfx.ir.objects import kinds_in, name_kind, open_kind
 
 
 def spec_document(spec: pytree.TreeSpec) -> SpecDocument:
     """Return an argument structure as JSON, and the modules that know its classes."""
+    for kind in kinds_in(spec):
+        name_kind(kind)
     try:
         text = pytree.treespec_dumps(spec)
     except Exception as error:

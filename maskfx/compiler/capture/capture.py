@@ -87,6 +87,12 @@ def capture(
     elif acts_within(module):
         notes.append("hooks act on its parts in the middle of a call: offloading or caching")
         attempt = False
+    elif taken := names_of_graphs(module):
+        notes.append(
+            f"a graph can't have a weight or part named {', '.join(taken)}: rename it, or compile "
+            "a module that has this one as a part"
+        )
+        attempt = False
     one = one or single
     tries = candidates(call.sizes, leaves, one, fixed) if listed < 2 and attempt else iter(())
     attempts = islice(tries, SINGLE_ATTEMPTS) if one else tries
@@ -128,6 +134,12 @@ def capture(
         single=single,
         interrupted=interrupted,
     )
+
+
+def names_of_graphs(module: torch.nn.Module) -> list[str]:
+    """Return the names of a module's own weights and parts that are attributes of every graph."""
+    own = (module._parameters, module._buffers, module._modules)
+    return [repr(name) for held in own for name in held if hasattr(fx.GraphModule, name)]
 
 
 def twin_of(module: torch.nn.Module) -> torch.nn.Module:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +19,14 @@ from maskfx.compiler.capture.roles import Argument, Sizes
 from maskfx.ir.objects import copied_tree
 from maskfx.ir.other_sizes import SizeExpr
 from maskfx.ir.pyramid import Pyramid
-from maskfx.ir.values import copies, has_meta, same_constant, same_values
+from maskfx.ir.values import (
+    ROUNDED,
+    autocast_dtypes,
+    copies,
+    has_meta,
+    same_constant,
+    same_values,
+)
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +53,8 @@ class Capture:
         compared: whether new sizes are compared with the module; else guards decide.
         interrupted: whether the operating system ended an attempt without a graph, as where too
             many files are open; another process may succeed.
+        autocast: the types that `torch.autocast` computed in around the capture; calls for which
+            these differ get captures of their own.
     """
 
     module: fx.GraphModule | None
@@ -63,6 +73,7 @@ class Capture:
     single: bool = False
     compared: bool = True
     interrupted: bool = False
+    autocast: list[str] = field(default_factory=autocast_dtypes)
     verdicts: dict[tuple[object, ...], bool] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
 
@@ -88,6 +99,8 @@ class Capture:
         compared with the module once; guards decide only where there is no data to compare.
         """
         if spec != self.in_spec or self._other_constants(values) or not self._same_frozen(sizes):
+            return False
+        if self.autocast != autocast_dtypes():
             return False
         if self._other_features(values) or self._decides_otherwise(values):
             return False
@@ -122,7 +135,7 @@ class Capture:
                 except Exception as error:
                     log.debug("a captured graph fails at %s: %s", sizes, error)
                     continue
-                if same_values(found, wanted):
+                if same_values(found, wanted, self.rounding):
                     if batch != sizes["batch"] and self.fixed_batch is None:
                         self.fixed_batch = batch
                         self.verdicts.clear()  # other batches were compared as a whole
@@ -144,6 +157,17 @@ class Capture:
         if isinstance(self.module.graph._codegen, _PyTreeCodeGen):
             return self.module(**pytree.tree_unflatten(values, self.in_spec))
         return self.module(*values)
+
+    @cached_property
+    def rounding(self) -> float:
+        """Return the relative difference of its results that values of 16 bits within it explain.
+
+        A denoiser may compute in 16 bits and return float32.
+        """
+        nodes: Iterable[fx.Node] = () if self.module is None else self.module.graph.nodes
+        values = [node.meta.get("val") for node in nodes if node.op == "call_function"]
+        kinds = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+        return 0.0 if kinds.isdisjoint((torch.bfloat16, torch.float16)) else ROUNDED
 
     @property
     def was_read(self) -> bool:

@@ -7,6 +7,7 @@ is limited to small tensors.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
 import threading
@@ -137,14 +138,21 @@ def export(
         Routings() as routings,
         written_out_attention(),
         equal_sizes(module, leaves),
+        named_parameters(module, list(inputs)),
         size_arithmetic(),
     ):
         program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
         routings.check()
         free_multiples(program)
-        if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
-            program = program.run_decompositions({})
+        nodes = [n for g in graphs(program.graph_module) for n in g.nodes]
+        if any(is_write(n) or turns_on_autocast(n) for n in nodes):
+            program = program.run_decompositions({})  # casts of autocast become operators
     return program
+
+
+def turns_on_autocast(node: fx.Node) -> bool:
+    """Return True for a region of a graph that runs with `torch.autocast` on."""
+    return node.target is torch.ops.higher_order.wrap_with_autocast and node.args[2] is not False
 
 
 def free_multiples(program: torch.export.ExportedProgram) -> None:
@@ -193,6 +201,30 @@ def equal_sizes(module: torch.nn.Module, leaves: Sequence[Argument]) -> Iterator
         yield
     finally:
         hook.remove()
+
+
+@contextlib.contextmanager
+def named_parameters(module: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Let a forward that takes any names, as that of a wrapper does, show those of this call."""
+    forward, before = module.forward, vars(module).get("forward")
+    kinds = [parameter.kind for parameter in inspect.signature(forward).parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        yield
+        return
+
+    def named(*args: object, **kwargs: object) -> object:
+        return forward(*args, **kwargs)
+
+    shown = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    vars(named)["__signature__"] = inspect.Signature(shown)
+    vars(module)["forward"] = named
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = before
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 from maskfx.export.formats.complex_numbers import spell_complex
 from maskfx.export.formats.regions import inline_regions
+from maskfx.export.formats.sized import spell_groups, spell_pools
 from maskfx.ir.lanes import int_hint
 
 aten = torch.ops.aten
@@ -38,6 +39,8 @@ def spell(program: ExportedProgram) -> None:
     spell_splits(graph)
     spell_repeats(graph)
     spell_rolls(graph)
+    spell_pools(graph)
+    spell_groups(graph)
     name_results(program)
 
 
@@ -197,7 +200,7 @@ def spell_splits(graph: fx.Graph) -> None:
     After   a = slice(x, 1, 0, 2); b = slice(x, 1, 2, 2 + n)
     and     parts = chunk(x, 2, 1)                              (x has n columns)
     becomes a = slice(x, 1, 0, (n + 1) // 2); b = slice(x, 1, (n + 1) // 2, ...)
-    Keeps   a split whose parts are passed on together, and equal parts of a fixed size.
+    Keeps   a split whose parts are passed on together.
     """
     for target in (aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default):
         for node in graph.find_nodes(op="call_function", target=target):
@@ -211,10 +214,11 @@ def spell_split(graph: fx.Graph, node: fx.Node) -> None:
     if node.target is not aten.split_with_sizes.default:
         parts = node.meta["val"]
         if all(isinstance(part.shape[axis], int) for part in parts):
-            return
-        if node.target is aten.chunk.default:
-            sizes = chunk_size(graph, node, value, sizes, axis)
-        sizes = [sizes] * len(parts)
+            sizes = [part.shape[axis] for part in parts]
+        elif node.target is aten.chunk.default:
+            sizes = [chunk_size(graph, node, value, sizes, axis)] * len(parts)
+        else:
+            sizes = [sizes] * len(parts)
     bounds: list[Number] = [0]
     with graph.inserting_before(node):
         for size in sizes:

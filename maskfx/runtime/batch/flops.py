@@ -318,16 +318,14 @@ def size_at_capture(size: int | torch.SymInt) -> int:
 
 
 def stand_in(node: fx.Node) -> Any:
-    """Return a node's value at capture as a meta tensor or a plain number.
-
-    A size that depends on what a tensor holds, such as a number of kept tokens, counts as one.
-    """
+    """Return a node's value at capture as a number, or a meta tensor with floats as float32."""
     value = node.meta.get("val")
     if value is None and node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(node.graph.owning_module)
     if isinstance(value, Tensor):
         shape = [size_at_capture(size) for size in value.shape]
-        return torch.empty(shape, dtype=value.dtype, device="meta")
+        dtype = torch.float32 if value.is_floating_point() else value.dtype
+        return torch.empty(shape, dtype=dtype, device="meta")
     if isinstance(value, (torch.SymInt, int)):
         return size_at_capture(value)
     return value

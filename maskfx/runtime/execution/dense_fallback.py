@@ -160,7 +160,7 @@ def graph_in_full(
         shape = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
         nothing, leaves = Mask(torch.zeros(shape, dtype=torch.bool)), pytree.tree_leaves(wanted)
         flat = edit_in_full(marked, copies(values), copies(values), nothing, leaves)
-        return marked if same_values(flat, wanted) else None
+        return marked if same_values(flat, wanted, found.rounding) else None
     except torch.OutOfMemoryError:
         raise  # the caller may retry with smaller inputs
     except Exception as error:  # fall back to the module's own result

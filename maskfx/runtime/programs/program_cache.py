@@ -369,6 +369,7 @@ class ProgramCache:
         except Exception as error:
             log.debug("a program fails", exc_info=True)
             return f"its rows fail: {type(error).__name__}: {error} at {sizes}"
-        if same_values(recorded, wanted) and same_values(edited, wanted):
+        within = compilation.capture.rounding
+        if same_values(recorded, wanted, within) and same_values(edited, wanted, within):
             return ""
         return f"its rows give another result than the module at {sizes}"

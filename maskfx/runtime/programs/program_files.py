@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -42,6 +43,12 @@ Verdicts = dict[str, Any]
 def compiled_as(settings: Settings, roles: Mapping[str, Roles] | None) -> str:
     """Return how a module is compiled: its settings without those of files, and its roles."""
     return repr((replace(settings, programs=None), sorted((roles or {}).items())))
+
+
+@cache
+def report_unwritable(directory: Path, reason: str) -> None:
+    """Log, once for each directory and reason, that nothing is kept there."""
+    log.warning("programs can't be saved in %s: %s; each process compiles them", directory, reason)
 
 
 class ProgramFiles:
@@ -93,7 +100,7 @@ class ProgramFiles:
         capture, program = compilation.capture, compilation.program
         if program is None and capture.interrupted:
             return
-        sizes = capture.frozen, capture.single
+        sizes = capture.frozen, capture.single, capture.autocast
         kind = repr((capture.in_spec, capture.leaves, capture.constants, sizes))
         digest = hashlib.sha256(kind.encode()).hexdigest()
         code = "dense" if program is None else program.code[:16]
@@ -104,7 +111,7 @@ class ProgramFiles:
             log.info("%s is compiled anew by each process: %s", type(self.module).__name__, error)
             return
         except OSError as error:
-            log.warning("a program can't be saved to %s: %s", self.folder, error)
+            report_unwritable(self.folder.parent, error.strerror or str(error))
             return
         self._saved[id(compilation)] = name
         with suppress(OSError):  # another process removes folders too
@@ -133,7 +140,7 @@ class ProgramFiles:
         try:
             write_whole(path, json.dumps(held).encode())
         except OSError as error:
-            log.warning("verdicts can't be saved to %s: %s", self.folder, error)
+            report_unwritable(self.folder.parent, error.strerror or str(error))
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the weights that the module had before its first call."""

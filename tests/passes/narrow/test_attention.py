@@ -248,7 +248,7 @@ def test_sites_attend_along_lines_with_a_mask() -> None:
     found = split_program(program)
     assert isinstance(found, str)  # why it isn't split over ranks
     assert "along lines of the picture, with a mask" in found
-    with pytest.raises(CompileError, match="attention along lines with a mask isn't exported"):
+    with pytest.raises(CompileError, match="attention along rows or columns has a mask"):
         lower(program)
 
 
