@@ -223,9 +223,9 @@ def serve(channel: Channel) -> None:
 
 
 def restrain() -> None:
-    """Ignore SIGINT and SIGTERM, as the front end ends the process, and limit its memory."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Ignore a server's signals, as the front end ends the process, and limit its memory."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warnings.simplefilter("ignore")
