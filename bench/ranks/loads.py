@@ -4,10 +4,11 @@
     OMP_NUM_THREADS=1 python -m bench.ranks.loads --speed 25
 
 A recording of SD3's class, 4 blocks of width 512, in a directory that each process reads at
-`--speed` MB/s (`slow_disk.py`). Every step opens it anew, so nothing is in memory. Sides, in turn:
-one process, which reads the rows that the edit needs; two ranks that read their rows by
-themselves, with keys gathered and with keys by rank; two ranks that get rows from the first
-process, which reads whole tensors. Writes ranks-loads.json to bench/results.
+`--speed` MB/s (`slow_disk.py`). A request has `--steps` steps, each of which opens it anew, so
+nothing is in memory. Sides, in turn: one process, which reads the rows that the edit needs; two
+ranks that read their rows by themselves, with keys gathered and with keys by rank; both again,
+while ranks read the rows of the next step ahead; two ranks that get rows from the first process,
+which reads whole tensors. Seconds are those of a step. Writes ranks-loads.json to bench/results.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.ir.head_sources import AttentionWay
 from maskfx.runtime.cache.serialize import SCHEMA, encode
+from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.stored_steps import decode_parts
 from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.cache.stores.store_entry import EntryKey
@@ -40,16 +42,20 @@ from maskfx.runtime.cache.stores.store_entry import EntryKey
 KEY = EntryKey("bench", "sd3", "", "float32", "", SCHEMA, 0)
 HALVES = Partition(((1.0, 1.0),), (True,))
 ONE = "one rank, which reads its rows"
-SIDES: dict[str, tuple[int, AttentionWay, bool]] = {  # ranks, way, whether ranks read
-    ONE: (1, "gathered", True),
-    "two ranks, keys by rank": (2, "keys by rank", True),
-    "two ranks, gathered": (2, "gathered", True),
-    "two ranks, keys by rank, rows from this process": (2, "keys by rank", False),
-    "one rank, rows from this process": (1, "gathered", False),
+# ranks, way, whether ranks read, whether they read the next step's rows
+SIDES: dict[str, tuple[int, AttentionWay, bool, bool]] = {
+    ONE: (1, "gathered", True, False),
+    "the same, the next step ahead": (1, "gathered", True, True),
+    "two ranks, keys by rank": (2, "keys by rank", True, False),
+    "two ranks, keys by rank, the next step ahead": (2, "keys by rank", True, True),
+    "two ranks, gathered": (2, "gathered", True, False),
+    "two ranks, gathered, the next step ahead": (2, "gathered", True, True),
+    "two ranks, keys by rank, rows from this process": (2, "keys by rank", False, False),
+    "one rank, rows from this process": (1, "gathered", False, False),
 }
 
 
-def measure(shape: Shape, share: float, speed: float, rounds: int) -> dict[str, Any]:
+def measure(shape: Shape, share: float, speed: float, rounds: int, steps: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     denoiser = maskfx.compile(shape.build())
     mask = shape.as_mask(centre(shape.size.height, share))
@@ -62,19 +68,20 @@ def measure(shape: Shape, share: float, speed: float, rounds: int) -> dict[str, 
         errors: list[float] = []
 
         def run(name: str) -> None:
-            ranks, way, group.pool.ranged = SIDES[name]
-            parts = store.parts(KEY)
-            assert parts is not None, "it was written above"
-            cache = decode_parts(parts)
-            assert cache is not None, "it has checksums"
-            step = EditStep(shape.inputs(1), mask, cache, any_step=True)
+            ranks, way, group.pool.ranged, ahead = SIDES[name]
             given = (HALVES, way) if ranks == 2 else (Partition(((1.0,),)), way)
-            (found,) = denoiser.step([step], group.on(ranks, *given))
-            errors.append(float((found[0] - wanted[0]).abs().max() / wanted[0].abs().max()))
+            caches: list[StepCache | None] = [opened(store) for _ in range(steps)]
+            for cache, later in zip(caches, [*caches[1:], None], strict=True):
+                assert cache is not None
+                then = later if ahead else None
+                step = EditStep(shape.inputs(1), mask, cache, any_step=True, then=then)
+                (found,) = denoiser.step([step], group.on(ranks, *given))
+                errors.append(float((found[0] - wanted[0]).abs().max() / wanted[0].abs().max()))
 
         try:
             sides = {name: lambda _, name=name: run(name) for name in SIDES}
-            times = {name: took[1:] for name, took in alternate(sides, rounds + 1).items()}
+            taken = alternate(sides, rounds + 1)
+            times = {name: [t / steps for t in took[1:]] for name, took in taken.items()}
         finally:
             group.stop()
         assert group.computed_here == group.failures == 0, "a step ran in this process"
@@ -88,6 +95,14 @@ def measure(shape: Shape, share: float, speed: float, rounds: int) -> dict[str, 
     }
 
 
+def opened(store: Store) -> StepCache:
+    parts = store.parts(KEY)
+    assert parts is not None, "it was written"
+    cache = decode_parts(parts)
+    assert cache is not None, "it has checksums"
+    return cache
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(prog="python -m bench.ranks.loads", description=__doc__)
@@ -95,12 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--side", type=int, default=64, help="of the latent")
     parser.add_argument("--share", type=float, default=SHARE, help="of sites that are masked")
     parser.add_argument("--speed", type=float, default=50.0, help="of each process, in MB/s")
+    parser.add_argument("--steps", type=int, default=4, help="of a request")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     options = parser.parse_args(given)
     result = header("bench.ranks.loads", given)
     shape = shape_of("sd3", options.side)
     result["shape"] = shape.title
-    result |= measure(shape, options.share, options.speed, options.rounds)
+    result |= measure(shape, options.share, options.speed, options.rounds, options.steps)
     lines = [["side", "seconds", "times faster"]]
     for name, took in result["seconds"].items():
         faster = result["times faster than one rank"][name]["median"]

@@ -113,6 +113,9 @@ class RankProcess:
                 cache: object = step.cache
                 assert isinstance(cache, SentCache | SentRolling)
                 self.known.add(cache.number)
+                later: object = step.then
+                if isinstance(later, SentCache):
+                    self.known.add(later.number)
 
 
 class RankProcesses:

@@ -29,7 +29,7 @@ from maskfx.ir.lru import LruCache
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, RowBlock
 from maskfx.runtime.cache.rolling.shared_block import RollingContents, RollingState, SharedBlock
 from maskfx.runtime.cache.rows import references
-from maskfx.runtime.cache.step_cache import StepCache, changed
+from maskfx.runtime.cache.step_cache import StepCache, changed, has_unread
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.lora.sent import LayerNumbers, SentLayers, nbytes_of
@@ -312,16 +312,31 @@ class RankPool:
         step = without_late(step)
         if not isinstance(step, EditStep):
             return step
+        then: Any = self._next(step.then, process) if whole else None
         cache: StepCache = step.cache
-        if cache not in self._numbers:
-            self._numbers[cache] = next(self._count)
+        number = self._number(cache)
         if isinstance(cache, RollingCache):
-            return replace(step, cache=self._rolling(cache, process))
-        number = 2 * self._numbers[cache] + whole
+            return replace(step, cache=self._rolling(cache, process), then=None)
+        number += whole
         contents = None
         if number not in process.known and not (whole and self._mapped(cache, number, process)):
             contents = cache if whole else changed(cache, rows={}, stats={}, sums={})
-        return replace(step, cache=SentCache(number, contents))  # type: ignore[arg-type]
+        sent: Any = SentCache(number, contents)
+        return replace(step, cache=sent, then=then)
+
+    def _number(self, cache: StepCache) -> int:
+        """Return the number of a recording without rows; the next one is that with rows."""
+        if cache not in self._numbers:
+            self._numbers[cache] = next(self._count)
+        return 2 * self._numbers[cache]
+
+    def _next(self, cache: StepCache | None, process: RankProcess) -> SentCache | None:
+        """Return the recording of a next step, if the rank can read its rows ahead."""
+        if cache is None or not self.ranged or not has_unread(cache):
+            return None
+        number = self._number(cache) + 1
+        there = number in process.known or self._mapped(cache, number, process)
+        return SentCache(number, None) if there else None
 
     def _mapped(self, cache: StepCache, number: int, process: RankProcess) -> bool:
         """Let the rank map a recording, of which it reads what it needs; return False if not."""
@@ -347,7 +362,7 @@ class RankPool:
 
         Raises Unsendable if its rows can't be shared with other processes.
         """
-        block, number = cache.block, 2 * self._numbers[cache]
+        block, number = cache.block, self._number(cache)
         if block not in self._blocks:
             try:
                 self._blocks[block] = SharedBlock(block)

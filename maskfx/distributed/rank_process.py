@@ -38,11 +38,12 @@ from maskfx.distributed.messages import (
     WriteResult,
 )
 from maskfx.distributed.rank_step import RankPrograms
+from maskfx.distributed.read_ahead import ReadBatch
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, RowBlock
 from maskfx.runtime.cache.rolling.shared_block import MappedBuffers, SharedBuffers
-from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.cache.step_cache import StepCache, has_unread
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.hardware.freed_memory import keep_freed_memory
 from maskfx.runtime.lora.adapter import Layers
@@ -50,7 +51,7 @@ from maskfx.runtime.lora.sent import received_layers
 from maskfx.runtime.processes.channel import Channel, connect_to_parent
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep
-from maskfx.runtime.transport.sent_cache import received
+from maskfx.runtime.transport.sent_cache import SentCache, received
 from maskfx.runtime.transport.shared_tensors import PackedMessage
 from maskfx.runtime.transport.shared_value import received_value
 from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack, unpack
@@ -161,6 +162,7 @@ class RankState:
             group if self.late is None else self.late,
             request.attention,
             request.joined,
+            later(steps),
         )
         if request.emits is not None:
             wanted = request.emits
@@ -202,8 +204,18 @@ class RankState:
         assert self.denoiser is not None
         start, cpu = time.perf_counter(), time.process_time()
         with self._weights(request.written):
-            results = compute_steps(self.denoiser, self._steps(request))
+            steps = self._steps(request)
+            self._read_ahead(steps)
+            results = compute_steps(self.denoiser, steps)
         return WholeResult(results, time.perf_counter() - start, time.process_time() - cpu)
+
+    def _read_ahead(self, steps: Sequence[AnyStep]) -> None:
+        """Begin to read the rows in a store that the steps read, and then their next ones."""
+        assert self.denoiser is not None
+        assert self.programs is not None
+        stored = [s for s in steps if isinstance(s, EditStep) and has_unread(s.cache)]
+        batches = [ReadBatch(*batch) for batch in self.denoiser.batches(stored)] if stored else []
+        self.programs.reads.begin(batches, later(steps))
 
     def write(self, request: WriteRequest) -> WriteResult:
         """Write adapters into the weights, of which this process has its own copy then."""
@@ -243,7 +255,11 @@ class RankState:
         if isinstance(step, EditStep) and isinstance(sent, SentRolling):
             step = replace(step, cache=self._rolling(step, sent, single))
         else:
+            then: object = step.then if isinstance(step, EditStep) else None
             step = received(step, self.caches)
+            if isinstance(step, EditStep):
+                found = self.caches.get(then.number) if isinstance(then, SentCache) else None
+                step = replace(step, then=found)
         return replace(step, adapters=received_layers(step.adapters, self.adapters))
 
     def _rolling(self, step: AnyStep, sent: SentRolling, single: bool) -> RollingCache:
@@ -279,6 +295,12 @@ class RankState:
         finally:
             os.close(descriptor)
         return True
+
+
+def later(steps: Sequence[AnyStep]) -> dict[int, StepCache]:
+    """Return what the members of steps read next, by the id of what they read now."""
+    edits = (step for step in steps if isinstance(step, EditStep))
+    return {id(step.cache): step.then for step in edits if step.then is not None}
 
 
 def serve(channel: Channel, heartbeat: HeartbeatWriter) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +17,8 @@ from maskfx.config import Settings
 from maskfx.distributed.division.layout import RankLayout
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.exchanges.late_group import ExchangeOrigins
+from maskfx.distributed.read_ahead import ReadAhead, ReadBatch
 from maskfx.distributed.stretch_sums import StretchChoices, StretchSums
-from maskfx.errors import CacheError
 from maskfx.ir.head_sources import AttentionWays
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
@@ -31,13 +29,14 @@ from maskfx.runtime.backends.graph_function import Run
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
-from maskfx.runtime.cache.rows import in_memory, stored_parts
+from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.execution.stretch_steps import StretchSteps, choose_first
 from maskfx.runtime.lora.calls import adapted
 from maskfx.runtime.lora.stacks import StackCache
 from maskfx.runtime.sites.stretch_sites import StretchSites
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
+NOTHING: Mapping[int, StepCache] = {}
 PROGRAMS = 32  # split programs and runners kept; adapters of other layers have other programs
 
 
@@ -71,6 +70,7 @@ class RankPrograms:
         self._by_stretch: LruCache[Hashable, StretchSteps] = LruCache(PROGRAMS)  # by way
         self._stacks = StackCache()
         self._packed: PackedWeights = WeakIdKeyDictionary()
+        self.reads = ReadAhead()
 
     def split(
         self, program: Program, attention: AttentionWays = "gathered", joined: bool = True
@@ -146,6 +146,7 @@ class RankPrograms:
         group: Group,
         attention: AttentionWays = "gathered",
         joined: bool = True,
+        then: Mapping[int, StepCache] = NOTHING,
     ) -> RankPart:
         """Compute a rank's part of a batch.
 
@@ -157,6 +158,7 @@ class RankPrograms:
             partition: The ranks' shares.
             group: The ranks, as this one sees them.
             attention, joined: See `split_program`.
+            then: What is read ahead of the next step, see `ReadAhead`.
 
         Of members whose stretches are chosen in the step, nothing may be chosen yet.
         """
@@ -175,7 +177,8 @@ class RankPrograms:
         result: Any
         choices = None
         names = [n for n, s in split.program.interface.inputs.items() if isinstance(s, Cached)]
-        with within(group), adapted([(1, inside)]), reading_ahead(frame, members, names):
+        self.reads.begin([ReadBatch(split.program, frame, members)], then)
+        with within(group), adapted([(1, inside)]):
             if frame.by_stretch:
                 sums = StretchSums.of(group, partition)
                 choose_first(program.interface, given)
@@ -208,35 +211,6 @@ class RankPrograms:
             return Runner(module, self.settings.prepack and not recording, self._packed)
 
         return self._runners.find((own.code, way, recording, intercepted), made)
-
-
-@contextmanager
-def reading_ahead(frame: Frame, members: Sequence[Member], names: Sequence[str]) -> Iterator[None]:
-    """Read rows in a store in a thread, input by input, while the graph computes.
-
-    What goes wrong is raised where the graph reads the rows.
-    """
-    caches = [member.cache for member in members if member.cache is not None]
-    if frame.by_stretch or not any(stored_parts(r) for c in caches for r in c.rows.values()):
-        yield
-        return
-    ended = threading.Event()
-
-    def read() -> None:
-        with suppress(CacheError):
-            for name in names:
-                for rows, index in frame.stored(name, members):
-                    if ended.is_set():
-                        return
-                    in_memory(rows, index)
-
-    thread = threading.Thread(target=read, daemon=True, name="maskfx reads ahead")
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def joined(

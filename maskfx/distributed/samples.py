@@ -68,10 +68,12 @@ class StepSamples:
             return samples if self._served(step, samples) else [step]
         if step.cache.sizes.get("batch") != len(calls):
             return [step]
-        caches = self._parts(step.cache, len(calls))
+        caches, later = self._parts(step.cache, len(calls)), list[StepCache | None]()
+        if step.then is not None and step.then.sizes.get("batch") == len(calls):
+            later += self._parts(step.then, len(calls))
         samples = [
-            replace(step, inputs=call, cache=cache, rows=False)
-            for call, cache in zip(calls, caches, strict=True)
+            replace(step, inputs=call, cache=cache, rows=False, then=then)
+            for call, cache, then in zip(calls, caches, later or [None] * len(calls), strict=True)
         ]
         return samples if self._served(step, samples) else [step]
 

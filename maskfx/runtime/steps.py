@@ -101,6 +101,8 @@ class EditStep:
         choice: Chooses the sites of all stretches while the step runs, in place of `wide`; needs
             `record` and a cache that compares what stretches read.
         rows: Return the computed rows alone (`OutputRows`) in place of each output that has more.
+        then: The recording that the request's next step reads. Ranks begin to read its rows in a
+            store once they have those of `cache`. Other executors ignore it.
     """
 
     inputs: Mapping[str, object]
@@ -114,6 +116,7 @@ class EditStep:
     late: LateExchange | None = None
     choice: StretchChoice | None = None
     rows: bool = False
+    then: StepCache | None = None
 
 
 @dataclass(frozen=True)

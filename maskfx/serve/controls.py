@@ -1,5 +1,6 @@
 """The ControlNets of a request, and the number of its control images and scales: one for each.
 
+T2I-Adapters have the same fields, so errors name neither kind.
 A ControlNet that takes several kinds of images at once (`ControlNetUnionModel`) has an image for
 each kind that the field `control_mode` names.
 """
@@ -41,7 +42,7 @@ def check_controls(sent: int, nets: int) -> None:
     if nets == 0:
         raise ApiError(
             "invalid_value",
-            "control_image must be left out, as the request uses no ControlNet.",
+            "control_image must be left out, as controlnet names none.",
             param="control_image",
         )
     if sent == 0 and nets == 1:
@@ -50,7 +51,7 @@ def check_controls(sent: int, nets: int) -> None:
             "This model needs a control image; send one as control_image.",
             param="control_image",
         )
-    wanted = "once" if nets == 1 else f"{nets} times, in the order of the ControlNets"
+    wanted = "once" if nets == 1 else f"{nets} times, once for each that the request uses"
     raise ApiError(
         "invalid_value" if sent else "missing_parameter",
         f"control_image must be given {wanted}, not {sent} times.",
@@ -90,7 +91,7 @@ def check_modes(
 
 
 def check_range(start: float | None, end: float | None) -> None:
-    """Raise ApiError if ControlNets would act in no step."""
+    """Raise ApiError if control images would act in no step."""
     start, end = start or 0.0, 1.0 if end is None else end
     if start >= end:
         raise ApiError(
@@ -105,9 +106,10 @@ def check_scales(scales: Sequence[float] | None, nets: int) -> None:
     """Raise ApiError unless there is one scale for all ControlNets used, or one for each."""
     if scales is None or len(scales) in (1, nets) and nets:
         return
-    wanted = "one number" if nets == 1 else f"one number, or one per ControlNet, which are {nets}"
+    wanted = "one number" if nets == 1 else f"one number, or one for each of {nets} control images"
+    wanted = wanted if nets else "left out, as controlnet names none"
     raise ApiError(
         "invalid_value",
-        f"controlnet_conditioning_scale must be {wanted}, not {len(scales)} numbers.",
+        f"controlnet_conditioning_scale must be {wanted}; it has {len(scales)}.",
         param="controlnet_conditioning_scale",
     )

@@ -35,7 +35,7 @@ def chosen(
         if found:
             wanted = "one number, or one per IP-Adapter that is used"
         raise ApiError(
-            "invalid_value", f"{SCALE} must be {wanted}; it has {len(scales)} numbers.", param=SCALE
+            "invalid_value", f"{SCALE} must be {wanted}; it has {len(scales)}.", param=SCALE
         )
     usual = [*(scales or [1.0])]
     usual = usual * len(found) if len(usual) == 1 else usual

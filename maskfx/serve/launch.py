@@ -1,7 +1,7 @@
 """`serve`: starts a server from settings, and ends it on a signal.
 
-Settings that can't work are refused before any large import. The first SIGTERM or SIGINT drains:
-requests in flight finish. The second one ends all processes immediately.
+Settings that can't work are refused before any large import. The first SIGTERM, SIGINT or SIGHUP
+drains: requests in flight finish. The second one ends all processes immediately.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from maskfx.serve.frontend.frontend import Front
     from maskfx.serve.frontend.tracing import Tracing
 
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 REFUSED = 2  # exit codes
 FAILED = 1
 BACKLOG = 2048
@@ -248,7 +249,7 @@ async def run(
 
 
 class Signals:
-    """Events that are set by the first and the second SIGTERM or SIGINT."""
+    """Events that are set by the first and the second of the signals that end a server."""
 
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
@@ -256,12 +257,14 @@ class Signals:
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        # nohup has SIGHUP ignored
+        numbers = [n for n in ENDING if signal.getsignal(n) is not signal.SIG_IGN]
+        for number in numbers:
             loop.add_signal_handler(number, self._heard)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
     def _heard(self) -> None:

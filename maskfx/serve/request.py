@@ -123,7 +123,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         Field(
             min_length=1,
             max_length=CONTROLS,
-            description="One number for all ControlNets, or one per ControlNet in their order.",
+            description="One number for all control images, or one for each in their order.",
         ),
     ] = None
     control_mode: Annotated[
@@ -151,8 +151,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         Parameter("controlnet"),
         Field(
             pattern=NETS,
-            description="Which ControlNets it uses: NAME, or NAME:SCALE, and more of them after "
-            "commas, or none. All by default.",
+            description="Which ControlNets or T2I-Adapters it uses: NAME, or NAME:SCALE, and more "
+            "of them after commas, or none. All by default.",
         ),
     ] = None
     ip_adapters: Annotated[

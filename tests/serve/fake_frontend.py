@@ -28,7 +28,7 @@ from maskfx.serve.request import (
 )
 
 EVERYTHING = frozenset(
-    "image images mask control negative_prompt guidance strength lora seed steps".split()  # noqa: SIM905
+    "image images mask template control negative_prompt guidance strength lora seed steps".split()  # noqa: SIM905
 )
 CARD = Card(
     name="fake/model",

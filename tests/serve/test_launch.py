@@ -166,8 +166,13 @@ def to_all(server: Served) -> None:
     os.killpg(server.process.pid, signal.SIGINT)
 
 
+def closed(server: Served) -> None:
+    """As a terminal that is closed does it."""
+    os.killpg(server.process.pid, signal.SIGHUP)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ask", [lambda server: server.process.terminate(), to_all])
+@pytest.mark.parametrize("ask", [lambda server: server.process.terminate(), to_all, closed])
 def test_with_64_in_flight_it_drains(ask: Callable[[Served], None]) -> None:
     async def test(server: Served) -> None:
         async with in_flight(server, 64) as (tasks, other):

@@ -751,23 +751,172 @@ def test_a_file_that_is_no_picture(visit: Visit) -> None:
     expect(page.get_by_role("button", name="Room")).to_be_visible()
 
 
+GIVEN = """(element, [text, way]) => {
+    const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
+    const data = new DataTransfer();
+    data.items.add(new File([bytes], "given.png", { type: "image/png" }));
+    const event = way === "drop"
+        ? new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true })
+        : new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
+    element.dispatchEvent(event);
+}"""
+
+
 @pytest.mark.parametrize("way", ["drop", "paste"])
 def test_pictures_are_dropped_and_pasted(visit: Visit, way: str) -> None:
     page = visit()
-    page.evaluate(
-        """([text, way]) => {
-            const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
-            const data = new DataTransfer();
-            data.items.add(new File([bytes], "given.png", { type: "image/png" }));
-            const event = way === "drop"
-                ? new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true })
-                : new ClipboardEvent("paste", { clipboardData: data, bubbles: true });
-            document.body.dispatchEvent(event);
-        }""",
+    page.locator("body").evaluate(
+        GIVEN,
         [base64.b64encode(png(noise(64, 48))).decode(), way],
     )
     name = {"drop": "given.png", "paste": "Pasted picture"}[way]
     expect(page.locator("#picture-facts")).to_have_text(f"{name} · 64 × 48")
+
+
+# pictures that guide
+
+
+GUIDED = replace(
+    CARD,
+    takes=CARD.takes
+    | frozenset("control nets control_scale control_start ip_adapters ip_scale".split()),  # noqa: SIM905
+    controls=2,
+    nets=("edges", "depth"),
+    ip_adapters=("face",),
+)
+LINES = np.zeros((SIDE, SIDE, 3), np.uint8)
+LINES[100:150, 60:200] = 255
+
+
+@pytest.fixture
+def guided(visit: Visit, painter: Painter) -> Any:
+    painter.serve_models(GUIDED)
+    page = begun(visit())
+    page.get_by_text("Guiding pictures").click()
+    drag(page, (60, 70), (180, 90))
+    return page
+
+
+def row(page: Any, name: str) -> Any:
+    return page.locator(".guide", has=page.get_by_text(name, exact=True))
+
+
+def give(row: Any, pixels: Any) -> None:
+    file = {"name": "given.png", "mimeType": "image/png", "buffer": png(pixels)}
+    row.locator("input[type=file]").set_input_files(file)
+    expect(row.get_by_role("button", name="Remove")).to_be_visible()
+
+
+def test_a_model_without_adapters_has_no_guiding_pictures(page: Any) -> None:
+    expect(page.get_by_text("Guiding pictures")).to_be_hidden()
+
+
+def test_guiding_pictures_arrive_with_their_scales(guided: Any, painter: Painter) -> None:
+    generate(guided)
+    request, pictures = painter.asked[-1]
+    assert (request.nets, request.ip_adapters) == ("none", None)
+    assert (pictures.controls, pictures.shown) == ((), ())
+    give(row(guided, "depth"), noise(SIDE, SIDE))
+    row(guided, "depth").get_by_label("Scale").fill("0.35")
+    guided.get_by_label("Control from").fill("0.25")
+    give(row(guided, "face"), noise(40, 30))
+    generate(guided)
+    request, pictures = painter.asked[-1]
+    assert (request.nets, request.ip_adapters) == ("depth:0.3500", "face")
+    assert request.control_start == 0.25
+    assert [one.tolist() for one in pictures.controls] == [noise(SIDE, SIDE).tolist()]
+    assert [one.tolist() for one in pictures.shown] == [noise(40, 30).tolist()]
+    row(guided, "depth").get_by_role("button", name="Remove").click()
+    expect(row(guided, "depth").get_by_role("button", name="Choose a picture")).to_be_focused()
+    row(guided, "edges").get_by_role("button", name="Draw edges").click()
+    generate(guided)
+    assert painter.asked[-1].request.nets == "edges"
+    guided.get_by_role("button", name="Result 2: a sofa of copper").click()
+    generate(guided)
+    assert painter.asked[-1].request == replace_id(request, painter.asked[-1].request)
+    assert np.array_equal(painter.asked[-1].pictures.shown[0], noise(40, 30))
+
+
+def replace_id(request: Any, other: Any) -> Any:
+    """A request with the id and the random seed of another."""
+    import msgspec
+
+    return msgspec.structs.replace(request, id=other.id, seed=other.seed)
+
+
+def test_edges_are_those_of_the_picture_that_is_edited(guided: Any, painter: Painter) -> None:
+    row(guided, "edges").get_by_role("button", name="Draw edges").click()
+    choose(guided, "lines.png", png(LINES))
+    drag(guided, (60, 70), (180, 90))
+    generate(guided)
+    (edges,) = painter.asked[-1].pictures.controls
+    assert edges.shape == LINES.shape
+    assert set(np.unique(edges)) == {0, 255}
+    near = np.zeros((SIDE, SIDE), bool)
+    near[98:152, 58:202] = True
+    near[102:148, 62:198] = False
+    drawn = edges[..., 0] == 255
+    assert not drawn[~near].any()
+    assert 2 * (50 + 140) * 0.9 < drawn.sum() < 2 * (50 + 140) * 1.5, "one pixel wide"
+
+
+def test_models_without_names_need_all_control_pictures(visit: Visit, painter: Painter) -> None:
+    takes = (GUIDED.takes | {"control_mode"}) - {"nets", "ip_adapters", "ip_scale"}
+    painter.serve_models(replace(GUIDED, nets=(), ip_adapters=(), takes=takes))
+    page = begun(visit())
+    drag(page, (60, 70), (180, 90))
+    page.get_by_role("button", name="Generate").click()
+    pick = page.get_by_role("button", name="Choose a picture for Control picture 1")
+    expect(pick).to_be_focused()
+    expect(pick).to_have_accessible_description("The model needs a picture here.")
+    for name in ("Control picture 1", "Control picture 2"):
+        give(row(page, name), LINES)
+    row(page, "Control picture 2").get_by_label("Scale").fill("0.5")
+    row(page, "Control picture 2").get_by_label("Kind").fill("3")
+    generate(page)
+    request, pictures = painter.asked[-1]
+    assert (request.nets, request.control_scale, request.control_mode) == (None, [1, 0.5], [0, 3])
+    assert len(pictures.controls) == 2
+
+
+def test_what_is_wrong_with_a_guiding_picture_is_told_there(guided: Any, painter: Painter) -> None:
+    face = row(guided, "face")
+    give(face, LINES)
+    face.get_by_label("Scale").fill("11")
+    guided.get_by_role("button", name="Generate").click()
+    expect(face.get_by_label("Scale")).to_be_focused()
+    expect(face.get_by_label("Scale")).to_have_attribute("aria-invalid", "true")
+    face.get_by_label("Scale").fill("1")
+    give(row(guided, "depth"), noise(SIDE, 40))
+    guided.get_by_role("button", name="Generate").click()
+    pick = row(guided, "depth").get_by_role("button", name="Choose a picture")
+    expect(pick).to_be_focused()
+    expect(pick).to_have_accessible_description(re.compile("proportions of the picture, 256x256"))
+    expect(guided.get_by_role("alert")).to_contain_text("control_image")
+    text = {"name": "a.png", "mimeType": "image/png", "buffer": b"no picture"}
+    row(guided, "edges").locator("input[type=file]").set_input_files(text)
+    expect(row(guided, "edges")).to_contain_text("couldn’t be read as a picture")
+    assert painter.asked == []
+
+
+@pytest.mark.parametrize("way", ["drop", "paste"])
+def test_guiding_pictures_are_dropped_and_pasted(guided: Any, painter: Painter, way: str) -> None:
+    row(guided, "face").evaluate(GIVEN, [base64.b64encode(png(noise(64, 48))).decode(), way])
+    expect(row(guided, "face").get_by_role("button", name="Remove")).to_be_visible()
+    expect(guided.locator("#picture-facts")).to_have_text("Room · 256 × 256")
+    generate(guided)
+    assert np.array_equal(painter.asked[-1].pictures.shown[0], noise(64, 48))
+
+
+def test_guiding_pictures_fit_on_a_phone(visit: Visit, painter: Painter) -> None:
+    painter.serve_models(replace(GUIDED, takes=GUIDED.takes | {"control_mode"}))
+    page = begun(visit(**PHONE))
+    page.get_by_text("Guiding pictures").click()
+    row(page, "depth").get_by_role("button", name="Draw edges").click()
+    assert page.evaluate("() => document.documentElement.scrollWidth") == 360
+    for input in page.locator(".guide button:visible, .guide input:visible").all():
+        box = input.bounding_box()
+        assert box["x"] + box["width"] <= 360 - 16, input
 
 
 # when things go wrong

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from math import inf, isfinite
 from threading import Lock
 from weakref import WeakKeyDictionary
@@ -25,6 +26,7 @@ from maskfx.pipelines.runs.interception import bars_disabled
 from maskfx.pipelines.runs.run import DenoiserCall
 from maskfx.pipelines.runs.step_members import CallMember, choose_steps, count_sites, settled
 from maskfx.pipelines.templates.batches import picture_of
+from maskfx.runtime.cache.step_cache import has_unread
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.dense_ways import DenseBatch, DenseWay
 from maskfx.runtime.load_choice import has_loads
@@ -188,7 +190,7 @@ def run_parts(
         return
     try:
         if executor is not None:
-            results = executor.run(denoiser, [member.step for member in members], shared)
+            results = executor.run(denoiser, steps_elsewhere(denoiser, members), shared)
         else:
             results = denoiser.step(with_loads(denoiser, members))
     except Exception as error:  # a reference to it keeps what the step computed in memory
@@ -336,6 +338,19 @@ def with_loads(denoiser: CompiledDenoiser, members: Sequence[CallMember]) -> lis
             upcoming = planner.plan_ahead(upcoming)
         denoiser.ahead(upcoming)
     return steps
+
+
+def steps_elsewhere(denoiser: CompiledDenoiser, members: Sequence[CallMember]) -> list[AnyStep]:
+    """Return the members' steps, with the recordings whose rows other processes read next."""
+    return [with_next(member) if denoiser.reads_apart else member.step for member in members]
+
+
+def with_next(member: CallMember) -> AnyStep:
+    step = member.step
+    if not isinstance(step, EditStep) or not is_fixed(step) or not has_unread(step.cache):
+        return step
+    found = member.call.run.handler.upcoming(member.part, step)
+    return step if found is None else replace(step, then=found.cache)
 
 
 def run_in_full(denoiser: CompiledDenoiser, member: CallMember, why: InputError) -> None:

@@ -87,13 +87,23 @@ def eight_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray((samples >> 8).clip(0, 255).astype(np.uint8))
 
 
+def transparent(image: Image.Image) -> Mask:
+    """Return where an image with alpha is transparent.
+
+    Of 16-bit samples one value is, which Pillow's conversion doesn't find.
+    """
+    if image.mode.startswith("I"):
+        clear: Mask = np.asarray(image) == image.info["transparency"]
+        return clear
+    return np.asarray(image.convert("RGBA"))[..., 3] < OPAQUE_FROM
+
+
 def decode(task: messages.Decode, parts: Sequence[Part]) -> Reply:
     image = opened(parts[0], task.format, task.pixels)
+    pixels = np.asarray(eight_bits(image).convert("RGB"))
     if not has_alpha(image):
-        pixels = np.asarray(eight_bits(image).convert("RGB"))
         return messages.Planes([pixels.shape]), [bytes_of(pixels)]
-    both = np.asarray(image.convert("RGBA"))
-    pixels, clear = both[..., :3], (both[..., 3] < OPAQUE_FROM).astype(np.uint8)
+    clear = transparent(image).astype(np.uint8)
     head = messages.Planes([pixels.shape, clear.shape], alpha=True, edits=int(clear.sum()))
     return head, [bytes_of(pixels), bytes_of(clear)]
 
@@ -104,7 +114,7 @@ def decode_mask(task: messages.DecodeMask, parts: Sequence[Part]) -> Reply:
     if task.luminance:
         edit = np.asarray(eight_bits(image).convert("L")) >= WHITE_FROM
     elif alpha:
-        edit = np.asarray(image.convert("RGBA"))[..., 3] < OPAQUE_FROM
+        edit = transparent(image)
     else:
         edit = np.zeros((image.height, image.width), np.bool_)
     head = messages.Planes([edit.shape], alpha=alpha, edits=int(edit.sum()))
@@ -213,9 +223,9 @@ def serve(channel: Channel) -> None:
 
 
 def restrain() -> None:
-    """Ignore SIGINT and SIGTERM, as the front end ends the process, and limit its memory."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Ignore a server's signals, as the front end ends the process, and limit its memory."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warnings.simplefilter("ignore")

@@ -162,7 +162,10 @@ class Dispatch:
             for demand in decision.drops:
                 self._drop(self.waiting[demand.id], "it can't be in time any more")
             for demand, name in decision.starts:
-                self._start(self.waiting[demand.id], self.pool.mates[name], now)
+                ticket = self.waiting[demand.id]
+                mate = self.pool.holder(demand.work.template, name) if ticket.bound else name
+                if mate is not None:
+                    self._start(ticket, self.pool.mates[mate], now)
         self._read_ahead()
         self._metrics.num_requests_running.set(len(self.running))
         self._metrics.num_requests_waiting.set(len(self.waiting))

@@ -12,7 +12,7 @@ import xxhash
 from maskfx.scheduling.load import Demand
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job
-from maskfx.serve.request import Card, Finished, Pictures, Pixels, Preview, Request
+from maskfx.serve.request import Card, Finished, Pictures, Pixels, Preview, Request, RequestKind
 from maskfx.serve.request_cost import work_of
 from maskfx.serve.workers.pixels import Part, part_of
 
@@ -42,6 +42,7 @@ class RequestTicket:
     started: float | None = None  # start of the first attempt
     ended: bool = False
     trace: Trace | None = None
+    bound: bool = False  # to a worker that has the recording: its model records no pictures
 
     @property
     def id(self) -> str:
@@ -106,4 +107,5 @@ def new_ticket(
     work = work_of(request, pictures, card, bytes)
     work = work if template is None else replace(work, template=template)
     demand = Demand(id, work, now, due, request.user)
-    return RequestTicket(request, pictures, demand)
+    bound = request.kind is RequestKind.EDIT and "template" not in card.takes
+    return RequestTicket(request, pictures, demand, bound=bound)

@@ -174,6 +174,16 @@ class WorkerPool:
     def with_template(self, template: str) -> tuple[str, ...]:
         return tuple(name for name, mate in self.mates.items() if template in mate.load.warm)
 
+    def holder(self, template: str | None, name: str) -> str | None:
+        """Return the worker to start a request on that only a holder of its template can serve.
+
+        None while all that have it are busy. Without any it is `name`, which reports that.
+        """
+        able = [] if template is None else self.with_template(template)
+        if not able or name in able:
+            return name
+        return next((n for n in able if self.mates[n].load.free > 0), None)
+
     def sizes(self, template: str | None) -> dict[str, int]:
         """Return the size of a template's recording by tier; in memory, the largest."""
         sizes: dict[str, int] = {}

@@ -120,7 +120,7 @@ class Form(BaseModel):
         Requires("control"),
         Field(
             max_length=CONTROLS,
-            description=f"{FILES}; one per ControlNet of the model, in their order.",
+            description=f"{FILES}; one per ControlNet or T2I-Adapter, in their order.",
         ),
     ] = []
 

@@ -121,8 +121,8 @@ class Orders:
 
     async def template(self, form: TemplateForm, caller: Requester) -> tuple[Request, Pictures]:
         card = await self._card(form, caller)
-        if "image" not in card.takes:
-            raise _cannot(card, "edit pictures")
+        if "template" not in card.takes:
+            raise _cannot(card, "record templates of pictures")
         size = self._size(form, card)
         # a template is recorded without a mask, even if its image has transparent pixels
         pictures = replace(await self._pictures.read(form), mask=None)

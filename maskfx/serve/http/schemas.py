@@ -89,7 +89,8 @@ def wanted_of(schema: JsonSchemaValue) -> str:
         case "number":
             return f"a number from {schema['minimum']:g}, at most {schema['maximum']:g}"
         case "array":
-            return f"given at most {schema['maxItems']} times"
+            least = schema.get("minItems")
+            return f"given {f'{least} to' if least else 'at most'} {schema['maxItems']} times"
     if schema.get("format") == "binary":
         return "a file, or a data: URL"
     return f"text in UTF-8 of at most {schema['maxLength']} characters"

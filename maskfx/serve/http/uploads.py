@@ -23,6 +23,7 @@ URL = re.compile(rb"\s*([a-zA-Z][a-zA-Z0-9+.-]{0,31}):")
 DATA = re.compile(rb"data:[a-zA-Z0-9.+/-]{0,64}(;[a-zA-Z0-9=._-]{0,64}){0,4};base64,")
 # characters decoded per call, so that other threads can run in between; a multiple of four
 SLICE = 4 << 18
+NARROW = 32  # sides of a picture for IP-Adapters, one by the other, at most
 
 
 class PictureReader:
@@ -49,6 +50,8 @@ class PictureReader:
             self._images(form.control_image, "control_image"),
             self._images(shown, "ip_adapter_image"),
         )
+        for one in references:
+            check_shown(one.pixels)
         images = tuple(one.pixels for one in given)
         if not given and kept is not None:
             images = (kept,)
@@ -124,6 +127,17 @@ def check_mask(mask: Mask, image: Pixels, form: EditForm | None) -> None:
     if not mask.any():
         todo = f"make some of it {'white' if white else 'transparent'}"
         raise ApiError("mask_empty", f"The mask leaves nothing to edit; {todo}.", param=param)
+
+
+def check_shown(picture: Pixels) -> None:
+    """Raise ApiError for a picture that is too narrow to be shown to an IP-Adapter.
+
+    Image encoders scale the shorter side to theirs, before they cut the longer one.
+    """
+    height, width = picture.shape[:2]
+    if max(height, width) > NARROW * min(height, width):
+        wanted = f"at most {NARROW} times as long as wide"
+        raise wrong("ip_adapter_image", wanted, f"{width}x{height}")
 
 
 async def file_of(value: bytes, param: str, most: int) -> bytes:

@@ -47,7 +47,10 @@ from maskfx.serve.request_cost import Size, active_share, card_of, size_of, step
 
 SITE = 8
 TAKES = frozenset(
-    ("control", "guidance", "image", "lora", "mask", "negative_prompt", "seed", "steps", "strength")
+    (
+        *("control", "guidance", "image", "lora", "mask"),
+        *("negative_prompt", "seed", "steps", "strength", "template"),
+    )
 )
 FAULT = re.compile(r"\bfake:(fail|nan|oom|hang|crash|lost|slow)(?::(\d+))?\b")
 SLOW = 10

@@ -1,7 +1,7 @@
 """Pictures that this worker generated: the recording of such a run is the picture's template.
 
 Knows which later edit the recording serves: one that the generating pipeline makes too, with the
-arguments of the generation apart from prompt and noise.
+arguments of the generation apart from prompt, noise and IP-Adapters.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 from PIL import Image
 
 from maskfx.ir.lru import LruCache
-from maskfx.pipelines.adapters.lora import Lora
+from maskfx.pipelines.adapters.late_lora import resolved
+from maskfx.pipelines.adapters.lora import CallAdapters
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.digests import digest
 from maskfx.pipelines.templates.recording_attempts import KNOWN
@@ -61,25 +62,23 @@ class GeneratedPictures:
 
 
 def edits_by_generator(family: PipelineSet) -> bool:
-    """Return True if the generating pipeline makes the same kind of edit as the editing one.
+    """Return True if the generating pipeline edits what it made, by the recording of its run.
 
-    It starts from noise, so the editor must do so too, unless a request sets its strength.
+    It starts from noise, so an editor must do so too, unless a request sets its strength.
     """
     generator, editor = family.generator, family.editor
-    if generator is None or editor is None or generator is editor:
+    if generator is None or generator is editor or generator.signature.takes_picture:
         return False
     if not pipeline_state_of(generator.pipe).records:
         return False
-    if generator.signature.has("image") or editor.signature.control_argument is not None:
-        return False
-    return (
-        not editor.signature.has("strength") or (editor.signature.number("strength") or 0) >= FULL
-    )
+    if editor is None or not editor.signature.has("strength"):
+        return True
+    return (editor.signature.number("strength") or 0) >= FULL
 
 
-def key_of(generator: PipelineMember, arguments: Mapping[str, object]) -> str:
+def key_of(generator: PipelineMember, arguments: Mapping[str, Any]) -> str:
     """Return what a recording with these arguments depends on, apart from the pipeline."""
     state, own = pipeline_state_of(generator.pipe), dict(arguments)
-    given: Any = own.pop("lora", ())
-    loras = [one.key if isinstance(one, Lora) else one for one in given]
-    return digest([recording_arguments(state.call, own, False, state.usual)[1], loras])
+    adapters = CallAdapters.of(resolved(own.pop("lora", None), state.adapters, state.base))
+    key = recording_arguments(state.call, own, False, state.usual)[1]
+    return digest([key, adapters.recorded.key])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from PIL import Image
@@ -19,13 +19,14 @@ from maskfx.pipelines.adapters.lora import Lora
 from maskfx.pipelines.callbacks import reads_only
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.state import Template
 from maskfx.runtime.reuse.step_selection import WHOLE
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job, JobProgress
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
 from maskfx.serve.models.canvas import Canvas, resized
 from maskfx.serve.models.control_images import control_argument
-from maskfx.serve.models.generated_images import GeneratedPictures
+from maskfx.serve.models.generated_images import GeneratedPictures, edits_by_generator
 from maskfx.serve.models.job_spans import JobSpans
 from maskfx.serve.models.model import Made, PreviewMade, Tell
 from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet
@@ -84,18 +85,19 @@ class JobRunner:
         request, pictures = state.job.request, state.pictures
         if request.kind is RequestKind.GENERATE:
             return self._generated(state)
-        if self.family.editor is None:
+        editor, records = self.family.editor, request.kind is RequestKind.RECORD
+        if editor is None and (records or not edits_by_generator(self.family)):
             raise unsupported("image", "This model makes pictures from text only.")
         if len(pictures.images) != 1 and not (pictures.images and self.warmth.mixes):
             raise ApiError(
                 "invalid_value", "This model edits one image; send exactly one.", param="image"
             )
         canvas = Canvas.of(pictures.images[0], pictures.mask, request.size, self.family.multiple)
-        if request.kind is RequestKind.RECORD:
-            return self._recorded(state, self.family.editor, canvas)
-        return self._edit_of_generated(state, canvas) or self._edited(
-            state, self.family.editor, canvas
-        )
+        if editor is None:
+            return self._edit_of_generated(state, canvas) or refuse_picture(canvas)
+        if records:
+            return self._recorded(state, editor, canvas)
+        return self._edit_of_generated(state, canvas) or self._edited(state, editor, canvas)
 
     def _generated(self, state: JobState) -> Made:
         if not self.warmth.generates:
@@ -125,7 +127,7 @@ class JobRunner:
     def _edit_of_generated(self, state: JobState, canvas: Canvas) -> Made | None:
         """Edit a generated picture by the recording of its generation; None if it can't be."""
         generator, request = self.family.generator, state.job.request
-        alone = len(state.pictures.images) == 1 and not state.pictures.controls
+        alone = len(state.pictures.images) == 1
         set_otherwise = (request.strength, request.template) != (None, None)
         if generator is None or not alone or canvas.whole or set_otherwise:
             return None
@@ -135,11 +137,17 @@ class JobRunner:
             return None
         try:
             arguments = self._arguments(state, generator, canvas)
-        except ApiError:  # a parameter that only the editor accepts
-            return None
+        except ApiError:
+            if self.family.editor is None:
+                raise
+            return None  # a parameter that only the editor accepts
         if not self.generated.serves(template, generator, arguments):
             return None
-        given = {"image": picture, "mask_image": canvas.mask_image()}
+        given: dict[str, object] = {"mask_image": canvas.mask_image()}
+        if generator.signature.has("image"):  # that of a ControlNet
+            given["template"] = Template(template, picture)
+        else:
+            given["image"] = picture
         return self._run(state, generator, canvas, given)
 
     def _edited(
@@ -301,6 +309,23 @@ def sketch_steps(count: int, total: int) -> set[int]:
     """Return the steps after which to send `count` previews: evenly spaced, not after the last."""
     places = {round(k * total / (count + 1)) for k in range(1, count + 1)}
     return {place for place in places if 1 <= place < total}
+
+
+def refuse_picture(canvas: Canvas) -> NoReturn:
+    """Raise ApiError for a picture that a model without an editor can't edit."""
+    if canvas.whole:
+        raise ApiError(
+            "missing_parameter",
+            "This model edits a part of a picture that it made; send a mask of that part.",
+            param="mask",
+        )
+    raise ApiError(
+        "invalid_value",
+        "This model edits pictures only that it made itself, as the PNG that it sent, with the "
+        "steps, the guidance, the LoRAs and the control images that made them, and no such run is "
+        "kept for this one; make the picture again, with its prompt and seed, and edit the result.",
+        param="image",
+    )
 
 
 def unsupported(param: str, message: str) -> ApiError:

@@ -28,6 +28,7 @@ from maskfx.scheduling.elastic import ElasticRounds
 from maskfx.scheduling.step_reports import StepMember, Stepped
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.messages import Failed, Job, Ready
+from maskfx.serve.models.generated_images import edits_by_generator
 from maskfx.serve.models.helper_choice import helper_pays, run_edits
 from maskfx.serve.models.ip_adapter_files import load_ip_adapters, names_of
 from maskfx.serve.models.job_errors import failed, is_lost
@@ -183,6 +184,8 @@ class PipelineModel:
                 found.add("late_control")
         if self.family.editor is not None:
             found |= {"image", "mask", "template"}
+        elif edits_by_generator(self.family):
+            found |= {"image", "mask"}
         if self.runner.warmth.mixes:
             found.add("images")
         if self.runner.warmth.sketcher is not None:

@@ -206,7 +206,7 @@ def roles_of(pipe: Pipeline) -> tuple[Pipeline | None, Pipeline | None]:
     if inpaints is None and signature.control_argument == "image":
         return edits, pipe
     generates = pipe if not signature.has("image") else twin(AutoPipelineForText2Image, pipe)
-    if generates is not None and CallSignature.of(generates).has("image"):
+    if generates is not None and CallSignature.of(generates).takes_picture:
         alone = edits is pipe and not signature.has("mask_image")
         generates = pipe if alone and signature.defaults["image"] is None else None
     return edits, generates

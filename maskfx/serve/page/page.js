@@ -4,6 +4,7 @@ import { Api } from "./api.js";
 import { Brush, SIZES } from "./brush.js";
 import { EXAMPLES, draw } from "./examples.js";
 import { Form } from "./form.js";
+import { Guides } from "./guides.js";
 import { History } from "./history.js";
 import { receive } from "./inbox.js";
 import { KeyDialog } from "./keydialog.js";
@@ -25,6 +26,7 @@ const api = new Api();
 const stage = new Stage($("canvas"));
 const brush = new Brush(stage);
 const form = new Form($("form"));
+const guides = new Guides($("guides"), $("guide-list"), $("guide"));
 const history = new History($("history"), $("entries"));
 const report = new Report();
 const door = new KeyDialog($("key-dialog"), api);
@@ -65,6 +67,7 @@ function findModelsLater(attempt) {
 function useModel(next) {
   card = next;
   form.suit(card);
+  guides.suit(card);
   showExamples();
   if (stage.picture) {
     const { source, name, canvas } = stage.picture;
@@ -121,6 +124,7 @@ function usePicture(picture, mask = new Mask(picture.width, picture.height)) {
   report.clear();
   const first = document.body.dataset.state === "empty";
   stage.show(picture, mask, gridOf(picture));
+  guides.usePicture(picture);
   history.mark(null);
   document.body.dataset.state = "ready";
   showViews(false);
@@ -220,10 +224,11 @@ async function generate() {
   if (running) return;
   report.clear();
   if (!stage.picture) return report.trouble(new Error("Choose a picture first."));
-  if (!form.check()) return;
+  if (!form.check() || !guides.check()) return;
   if (!stage.mask.count) return report.trouble(new Error("Paint over what should change first."));
   running = new AbortController();
   const run = { picture: stage.picture, mask: stage.mask.copy(), values: form.values() };
+  run.guides = guides.state();
   const { signal } = running;
   begin();
   try {
@@ -240,12 +245,13 @@ async function generate() {
   }
 }
 
-async function bodyOf({ picture, mask, values: { model = card?.id, ...values } }) {
+async function bodyOf({ picture, mask, guides: rows, values: { model = card?.id, ...values } }) {
   const body = new FormData();
   body.append("image", await pngOf(picture.canvas), "image.png");
   body.append("mask", await maskPng(mask.bits, mask.width, mask.height), "mask.png");
   if (model) body.append("model", model);
   for (const [name, value] of Object.entries(values)) body.append(name, value);
+  await guides.append(body, rows, picture);
   const fixed = { n: 1, output_format: "png", stream: true, partial_images: PREVIEWS };
   for (const [name, value] of Object.entries(fixed)) body.append(name, String(value));
   return body;
@@ -310,7 +316,8 @@ function stop() {
 
 function fail(failure) {
   if (failure.status === 401) return door.ask(generate);
-  const placed = Boolean(failure.param) && form.mark(failure.param, failure.message);
+  const { param, message } = failure;
+  const placed = Boolean(param) && (form.mark(param, message) || guides.mark(param, message));
   return report.trouble(failure, placed);
 }
 
@@ -322,6 +329,7 @@ history.addEventListener("choose", async ({ detail: entry }) => {
   usePicture(entry.picture, entry.mask.copy());
   history.mark(entry);
   form.fill(entry.values);
+  guides.fill(entry.guides);
   showResult(entry, result);
 });
 

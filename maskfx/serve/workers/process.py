@@ -232,8 +232,8 @@ def main() -> int:
     address, name = sys.argv[1:]
     place = WorkerAddress(address, name)
     # handlers instead of SIG_IGN, which subprocesses of a model would inherit
-    signal.signal(signal.SIGINT, lambda *_: None)
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
     (text,) = connect_to_parent().receive()
     settings = ServeSettings.model_validate_json(text)
     configure_logs(settings.log_level, worker=place.name)

@@ -88,6 +88,19 @@ def test_transparent_pixels_of_a_palette_are_seen(codecs: Codecs) -> None:
     assert np.array_equal(found.edit, mask()[..., 3] == 0)
 
 
+def test_a_transparent_grey_of_16_bits_is_seen(codecs: Codecs) -> None:
+    """The other greys stay what they are, as without it."""
+    grey = (np.arange(256).reshape(16, 16) * 257).astype(np.uint16)
+    out = io.BytesIO()
+    Image.fromarray(grey).save(out, "png", transparency=77 * 257)
+    seen = run(codecs.decode(out.getvalue(), "image", LIMIT))
+    assert np.array_equal(seen.pixels, (grey >> 8).astype(np.uint8)[..., None].repeat(3, 2))
+    assert seen.clear is not None
+    assert np.flatnonzero(seen.clear).tolist() == [77]
+    found = run(codecs.decode_mask(out.getvalue(), "mask", LIMIT, luminance=False))
+    assert np.flatnonzero(found.edit).tolist() == [77]
+
+
 def test_a_masks_thinnest_stroke_survives_resizing(codecs: Codecs) -> None:
     thin = np.zeros((480, 640), np.bool_)
     thin[123, :] = True

@@ -34,7 +34,7 @@ from maskfx.serve.request import Card, Finished, Preview, RequestKind
 from maskfx.serve.workers.pixels import Part
 from tests.serve.fronts import InOrder, PlainCosts, request
 
-CARD = Card("m", "F", (64, 48), 8, 4, None, frozenset({"image", "mask"}), True)
+CARD = Card("m", "F", (64, 48), 8, 4, None, frozenset({"image", "mask", "template"}), True)
 PICTURE = np.full((48, 64, 3), 9, np.uint8)
 DRAWN = PICTURE.shape
 
@@ -129,6 +129,29 @@ def test_a_generated_pictures_recording_is_known_by_the_picture(context: Desk) -
     context.dispatch.done("w", Done(id="a", attempt=1, steps=4, **said), [PICTURE.tobytes()])
     assert context.dispatch.pool.sizes(generated_name(PICTURE)) == {"host": 5}
     assert not context.dispatch.pool.with_template("t")
+
+
+def test_where_only_made_pictures_are_edited_their_worker_edits_them(context: Desk) -> None:
+    """Other workers have no recording of the picture, and can't make one."""
+    context.dispatch.joined("v", 8)
+    pool, name = context.dispatch.pool, generated_name(PICTURE)
+    pool.warmed_in_memory("w", name, {"host": 5})
+    pool.mates["w"].load.slots = 1
+    own = replace(CARD, takes=frozenset({"image", "mask"}))
+    for id in "ab":
+        given = request(id, images=(PICTURE,))
+        context.dispatch.enter(new_ticket(id, *given, own, 0, 100.0, name))
+    context.dispatch.decide()
+    assert context.jobs() == [("w", "a", 1)], "the other one waits"
+    context.enter("c", images=(PICTURE,))
+    context.dispatch.decide()
+    assert context.jobs() == [("v", "c", 1)]
+    context.done("w", "a")
+    context.dispatch.decide()
+    assert context.jobs() == [("w", "b", 1)]
+    context.dispatch.lost("w")
+    context.dispatch.decide()
+    assert context.jobs() == [("v", "b", 2)], "a worker reports that none has it"
 
 
 def test_what_a_worker_measured_of_its_loads_reaches_the_costs(context: Desk) -> None:

@@ -237,6 +237,16 @@ def test_ip_adapters_are_shown_pictures_as_they_are() -> None:
             ({"ip_adapter": "nose"}, "ip_adapter", "'nose' isn't one of face, style"),
             ({"ip_adapter": "face:11"}, "ip_adapter", "NAME or NAME:SCALE"),
             ({}, "ip_adapter_image", "given 2 times, once per IP-Adapter"),
+            (
+                {"ip_adapter_scale": 1, "ip_adapter": "none", "ip_adapter_image": None},
+                "ip_adapter_scale",
+                "left out, as the request uses no IP-Adapter; it has 1.",
+            ),
+            (
+                {"ip_adapter": "face", "ip_adapter_image": url(file(picture(65, 2)))},
+                "ip_adapter_image",
+                "at most 32 times as long as wide, not 65x2.",
+            ),
             ({"ip_adapter_image": None, "ip_adapter": "face"}, "ip_adapter_image", "needs a pictu"),
             ({"ip_adapter": "face", "ip_adapter_scale": [1, 2]}, "ip_adapter_scale", "one number"),
         ]
@@ -278,11 +288,12 @@ def test_each_controlnet_gets_a_control_image_and_a_scale() -> None:
         assert client.get("/v1/models").json()["data"][0]["maskfx"]["controls"] == 2
 
         wrong: list[tuple[str, Any, str]] = [
-            ("control_image", asks["control_image"][:1], "given 2 times, in the order of the "),
-            ("control_image", asks["control_image"][0], "of the ControlNets, not 1 times."),
+            ("control_image", asks["control_image"][:1], "given 2 times, once for each"),
+            ("control_image", asks["control_image"][0], "that the request uses, not 1 times."),
             ("control_image", asks["control_image"] * 2, "not 4 times."),
             ("control_image", asks["control_image"] * 9, "at most 16 times, not 18."),
-            (scale, [1, 1, 1], "one number, or one per ControlNet, which are 2, not 3 numbers."),
+            (scale, [1, 1, 1], "one number, or one for each of 2 control images; it has 3."),
+            (scale, [], "given 1 to 16 times"),
             (scale, [1, "x"], "a number from 0, at most 10, not 'x'."),
             (scale, -1, "a number from 0, at most 10, not -1"),
         ]

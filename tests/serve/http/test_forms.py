@@ -77,7 +77,7 @@ def test_null_is_a_field_that_is_not_set_in_json_only() -> None:
         ("output_format", b"gif", "output_format must be one of png, jpeg, webp, not 'gif'."),
         ("response_format", b"url", "response_format must be b64_json, not 'url'."),
         ("size", b"64", "size must be WIDTHxHEIGHT up to 99999x99999, or auto, not '64'."),
-        ("image", [b"", b"", b""], "image must be given at most 2 times, not 3."),
+        ("image", [b"", b"", b""], "image must be given 1 to 2 times, not 3."),
         ("mask", 5, "mask must be a file, or a data: URL, not 5."),
         ("control", b"later", "control must be one of sync, late, not 'later'."),
         ("parallel", b"later", "parallel must be one of sync, late, not 'later'."),

@@ -81,10 +81,10 @@ def test_several_controlnets_get_lists_of_images_and_scales(
     [
         (None, 0, None, "missing_parameter", "send one as control_image"),
         (None, 2, None, "invalid_value", "control_image must be given once, not 2 times"),
-        (2, 0, None, "missing_parameter", "control_image must be given 2 times, in the order of"),
-        (2, 1, None, "invalid_value", "in the order of the ControlNets, not 1 times"),
-        (None, 1, [1.0, 1.0], "invalid_value", f"{SCALE} must be one number, not 2 numbers"),
-        (2, 2, [1.0] * 3, "invalid_value", "or one per ControlNet, which are 2, not 3 numbers"),
+        (2, 0, None, "missing_parameter", "control_image must be given 2 times, once for each"),
+        (2, 1, None, "invalid_value", "that the request uses, not 1 times"),
+        (None, 1, [1.0, 1.0], "invalid_value", f"{SCALE} must be one number; it has 2"),
+        (2, 2, [1.0] * 3, "invalid_value", "or one for each of 2 control images; it has 3"),
     ],
 )
 def test_another_number_of_control_images_or_scales_is_refused(

@@ -165,7 +165,7 @@ def test_edits_with_two_are_those_of_the_pipeline_by_hand(spoken: Path, served: 
             [0.1, 0.2, 0.3],
             "invalid_value",
             "controlnet_conditioning_scale",
-            "one number, or one per ControlNet, which are 2, not 3 numbers",
+            "one number, or one for each of 2 control images; it has 3",
         ),
     ],
 )
@@ -242,7 +242,7 @@ def test_a_request_chooses_its_nets(
         ("net-3", 1, "'net-3' isn't one of net-1, net-2"),
         ("net-1,net-1", 2, "'net-1' is named twice"),
         ("net-1", 2, "control_image must be given once, not 2 times"),
-        ("none", 1, "uses no ControlNet"),
+        ("none", 1, "controlnet names none"),
     ],
 )
 @pytest.mark.slow

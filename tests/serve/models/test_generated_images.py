@@ -98,7 +98,7 @@ def test_a_template_that_was_evicted_is_recorded(served: Served) -> None:
         ("StableDiffusionPipeline", True),
         ("StableDiffusionInpaintPipeline", True),
         ("StableDiffusion3InpaintPipeline", False),  # edits begin from the picture by default
-        ("StableDiffusionControlNetInpaintPipeline", False),
+        ("StableDiffusionControlNetInpaintPipeline", True),
         ("FluxKontextPipeline", False),  # the same pipeline edits and generates
     ],
 )

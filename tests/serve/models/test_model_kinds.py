@@ -25,7 +25,7 @@ MORE: dict[str, Any] = {"steps": 6, "strength": 1.0}
 KINDS: dict[str, tuple[str, str | None, int]] = {
     "StableDiffusionPipeline": ("StableDiffusionInpaintPipeline", "StableDiffusionPipeline", 2),
     "StableDiffusionInpaintPipeline-9": ("StableDiffusionInpaintPipeline", None, 2),
-    CONTROL: (CONTROL, None, 2),
+    CONTROL: (CONTROL, "StableDiffusionControlNetPipeline", 2),
     "FluxInpaintPipeline": ("FluxInpaintPipeline", "FluxPipeline", 4),
     "FluxKontextPipeline": ("FluxKontextPipeline", "FluxKontextPipeline", 4),
 }

@@ -9,13 +9,14 @@ import pytest
 from PIL import Image
 
 import tests.factories.edit_pipelines  # noqa: F401 - adds pipelines
+from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.models.call_signature import CallSignature
 from maskfx.serve.models.model import Made
 from maskfx.serve.models.pipeline_set import multiple_of, roles_of
 from maskfx.serve.request import Pictures, Pixels
 from tests.factories import small_unets
 from tests.factories.pipelines import PIPES, pipe_of, seeded
-from tests.factories.served import SIDE, Served, edit, job, picture
+from tests.factories.served import SIDE, Served, edit, job, picture, square
 
 NAME = "StableDiffusionAdapterPipeline"
 CONTROLS = (picture(5), picture(6))
@@ -72,7 +73,7 @@ def test_the_image_of_an_adapter_is_a_control_image() -> None:
         assert ready.generates
         assert (ready.controls, ready.nets) == (1, ["depth"])
         assert {"control", "control_scale", "nets"} <= set(ready.takes)
-        assert not {"image", "mask"} & set(ready.takes)
+        assert "template" not in ready.takes, "it records no pictures"
         first, second = map(Image.fromarray, CONTROLS)
         check(
             made,
@@ -125,11 +126,49 @@ def test_each_of_several_adapters_gets_its_image_and_scale() -> None:
         made.model.close()
 
 
+def test_it_edits_what_it_made_and_nothing_else() -> None:
+    made = Served(build(1))
+    try:
+        assert {"image", "mask"} <= set(made.model.ready().takes)
+        asked = job("g", "generate", seed=4, size=(SIDE, SIDE))
+        first = made.made(asked, Pictures((), None, CONTROLS[:1])).pixels
+        assert first is not None
+
+        def edited(seed: int, prompt: str) -> Pixels:
+            given = Pictures((first,), square(), CONTROLS[:1])
+            made.told.steps.clear()
+            found = made.made(job("e", seed=seed, prompt=prompt), given).pixels
+            assert found is not None
+            kinds = {member.kind for step in made.told.steps for member in step.members}
+            assert StepKind.RECORD not in kinds
+            assert np.array_equal(found[~square()], first[~square()])
+            return found
+
+        assert np.abs(edited(4, "a cat").astype(int) - first).max() <= 1
+        assert (edited(5, "a dog") != first).any()
+        for images, mask, controls, param in (
+            ((picture(1),), square(), CONTROLS[:1], "image"),
+            ((first,), square(), CONTROLS[1:], "image"),
+            ((first,), None, CONTROLS[:1], "mask"),
+            ((first,), square(), (), "control_image"),
+        ):
+            failed = made.failed(job(), Pictures(images, mask, controls))
+            assert failed.param == param, failed
+        failed = made.failed(job("r", "record"), Pictures((first,), None, CONTROLS[:1]))
+        assert failed.param == "image"
+    finally:
+        made.model.close()
+
+
 @pytest.mark.parametrize(
     ("name", "editor", "generator"),
     [
         ("StableDiffusionXLAdapterPipeline", None, "StableDiffusionXLAdapterPipeline"),
-        ("StableDiffusionControlNetPipeline", "StableDiffusionControlNetInpaintPipeline", None),
+        (
+            "StableDiffusionControlNetPipeline",
+            "StableDiffusionControlNetInpaintPipeline",
+            "StableDiffusionControlNetPipeline",
+        ),
         (
             "StableDiffusionXLControlNetPAGPipeline",
             "StableDiffusionXLControlNetPAGImg2ImgPipeline",

@@ -7,6 +7,7 @@ Tests pass the remote store objects that fail, hang or are damaged. Only this fi
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 KINDS = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, file:///PATH or memory:///"
+PREFIXES = {"gs": "GOOGLE_", "az": "AZURE_"}  # of the variables of stores other than S3
+CLIENT = (  # options of HTTP that these variables may set
+    *("allow_http", "allow_invalid_certificates", "http1_only", "http2_only"),
+    *("proxy_url", "proxy_ca_certificate", "proxy_excludes", "user_agent"),
+)
 LOCAL = ("file", "memory")  # schemes without a network
 REQUEST = timedelta(seconds=10)  # one HTTP request
 CONNECT = timedelta(seconds=3)
@@ -129,7 +135,7 @@ def open_objects(url: str) -> Objects:
         options = {"mkdir": True, "automatic_cleanup": True}
     elif scheme not in LOCAL:
         options = {
-            "client_options": {"timeout": REQUEST, "connect_timeout": CONNECT},
+            "client_options": client_options(scheme),
             "retry_config": {"max_retries": RETRIES, "retry_timeout": 2 * REQUEST},
         }
     try:
@@ -139,6 +145,17 @@ def open_objects(url: str) -> Objects:
             f"{url}: it can't be opened as an object store: {first_line(error)}; give {KINDS}, and "
             "the account and its credentials in the variables of the store's own tools"
         ) from error
+
+
+def client_options(scheme: str) -> dict[str, object]:
+    """Return the options of HTTP: this module's times, and those of the environment.
+
+    obstore ignores the environment's where any are passed.
+    """
+    prefix = PREFIXES.get(scheme, "AWS_")
+    found = {name: os.environ.get(f"{prefix}{name.upper()}") for name in CLIENT}
+    given = {name: value for name, value in found.items() if value is not None}
+    return {"timeout": REQUEST, "connect_timeout": CONNECT, **given}
 
 
 def first_line(error: BaseException) -> str:

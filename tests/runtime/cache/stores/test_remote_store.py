@@ -7,6 +7,8 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from maskfx.runtime.cache.stores.store_entry import HEADER, EntryKey, header_of
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.cache.tiers import Tiers
 from tests.factories.remote import FaultyObjects, remote, run
+from tests.factories.s3 import s3
 from tests.factories.step_caches import a_step, key, same
 
 PAYLOAD = bytes(range(97)) * 3
@@ -34,9 +37,13 @@ def local(root: Path) -> Objects:
     return open_objects(root.as_uri())
 
 
-@pytest.fixture(params=["memory", "file"])
-def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
-    return FaultyObjects() if request.param == "memory" else local(tmp_path / "not" / "yet")
+@pytest.fixture(params=["memory", "file", "http"])
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Objects]:
+    if request.param == "http":
+        with s3():
+            yield open_objects("s3://bucket/prefix")
+    else:
+        yield FaultyObjects() if request.param == "memory" else local(tmp_path / "not" / "yet")
 
 
 def taken(store: RemoteStore, wanted: EntryKey) -> bytes | None:
@@ -91,6 +98,36 @@ def test_parts_of_an_entry_are_read(objects: Objects) -> None:
     with pytest.raises(CacheError, match="record its template again"):
         parts.read(0, 5)
     assert store.get(key()) is None
+
+
+@pytest.mark.parametrize("fault", ["is absent", "is damaged", "is short", "has no ranges"])
+def test_wrong_answers_over_http_are_refused(fault: str) -> None:
+    with s3() as server:
+        store = written(open_objects("s3://bucket/prefix"), key())
+        parts = store.parts(key())
+        assert parts is not None
+        assert bytes(parts.read(3, 200)) == PAYLOAD[3:200]
+        assert server.ranges
+        server.fault, server.suffix = fault, ROWS
+        if fault == "has no ranges":
+            with pytest.raises(CacheError):
+                parts.read(3, 200)
+        else:
+            with pytest.raises(CacheError) if fault != "is damaged" else nullcontext():
+                assert bytes(parts.read(3, 200)) != PAYLOAD[3:200], "its reader has checksums"
+        assert store.get(key()) in (None, PAYLOAD)
+
+
+def test_an_answer_over_http_that_never_comes_is_waited_for_briefly() -> None:
+    with s3() as server:
+        store = written(open_objects("s3://bucket/prefix"), key())
+        parts = store.parts(key())
+        assert parts is not None
+        server.fault = "hangs"
+        slow = remote(open_objects("s3://bucket/prefix"), seconds=0.5)
+        began = time.monotonic()
+        assert slow.get(key()) is None
+        assert time.monotonic() - began < 5
 
 
 def test_an_entry_that_is_not_written_yet_has_no_parts() -> None:
