@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.branches import Decisions
 from maskfx.compiler.capture.roles import Argument, Sizes
+from maskfx.ir.cuts import NUMBER
 from maskfx.ir.objects import copied_tree
 from maskfx.ir.other_sizes import SizeExpr
 from maskfx.ir.pyramid import Pyramid
@@ -144,6 +145,15 @@ class Capture:
         if isinstance(self.module.graph._codegen, _PyTreeCodeGen):
             return self.module(**pytree.tree_unflatten(values, self.in_spec))
         return self.module(*values)
+
+    def read_numbers(self, pyramid: Pyramid) -> None:
+        """Count the integers among the arguments that cuts follow from among a call's sizes."""
+        for i, leaf in enumerate(self.leaves):
+            role = f"{NUMBER}{leaf.path}"
+            if role in pyramid.cuts.numbers() and not leaf.roles:
+                self.leaves[i] = replace(leaf, roles=(role,))
+                self.pyramid.segments[role] = pyramid.segments[role]
+                self.features[i] = (pyramid.segments[role],)
 
     @property
     def was_read(self) -> bool:
