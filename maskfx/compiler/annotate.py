@@ -45,6 +45,7 @@ def mark_graph(capture: Capture, dense: Mapping[str, str]) -> MarkedGraph:
     ctx = PassContext(interface=interface, symbols=capture.symbols, dense=dict(dense))
     last = next(i for i, step in enumerate(PIPELINE) if step.run is mark_lanes)
     run_passes(module.graph, ctx, PIPELINE[: last + 1])
+    capture.read_numbers(interface.pyramid)
     in_full = dense_closure(module.graph, ctx)
     called = [node for node in module.graph.nodes if node.op == "call_function"]
     return MarkedGraph(

@@ -102,6 +102,7 @@ def compile_capture(
             reasons["compiler"] = f"{type(error).__name__}: {error}"
             break
         program = build(module, ctx, capture.module)
+        capture.read_numbers(ctx.pyramid)
         progress.stage(2, "comparison with the module")
         return Compilation(
             capture,

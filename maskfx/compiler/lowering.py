@@ -24,6 +24,7 @@ from maskfx.ir.sources import (
     Source,
     Spans,
 )
+from maskfx.passes.context import slug
 
 aten = torch.ops.aten
 Node = fx.Node
@@ -157,7 +158,3 @@ def normalized(node: Node) -> Operands:
     """Return the arguments of an operator by name."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-
-
-def slug(segments: tuple[str, ...]) -> str:
-    return "_".join(s.replace(":", "").replace("@", "_region") for s in segments)

@@ -16,7 +16,9 @@ from torch import Tensor, fx
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import Compilation
 from maskfx.compiler.source_dtypes import dtype_of
-from maskfx.ir.lanes import Lane
+from maskfx.errors import InputError
+from maskfx.ir.cuts import piece_of
+from maskfx.ir.lanes import Lane, padded
 from maskfx.ir.program import Interface, SideGraph
 from maskfx.ir.sources import Given, Pairs, Source
 
@@ -177,3 +179,12 @@ def outputs_of(module: fx.GraphModule) -> Sequence[fx.Node]:
     nodes = [one for one in results if isinstance(one, fx.Node)]
     assert len(nodes) == len(results), "a graph returns values that it computes"
     return nodes
+
+
+def check_segment(name: str) -> None:
+    """Raise InputError for rows whose number and places hosts don't compute."""
+    if piece_of(name) is not None or padded(name) is not None or "+" in name:
+        raise InputError(
+            f"export: the rows {name} are a part of a sequence, or pad several or to a fixed "
+            'number, which hosts don\'t compute yet; export part="dense", or run the denoiser here'
+        )

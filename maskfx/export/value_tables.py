@@ -21,6 +21,7 @@ from maskfx.export.graph_facts import (
     GraphInput,
     GraphOutput,
     WholeArgument,
+    check_segment,
 )
 from maskfx.ir.lanes import (
     Atom,
@@ -336,6 +337,7 @@ class ValueTables:
         return list(segments)
 
     def segment(self, name: str) -> Item:
+        check_segment(name)
         level, fixed, filling = grid_level(name), fixed_count(name), filled(name)
         if filling is not None:
             self.names([filling[1]])

@@ -139,12 +139,12 @@ def fixed_count(segment: str) -> int | None:
 
 
 def filling_segment(multiple: int, segment: str) -> str:
-    """Return the name of the segment that pads another to a multiple of `multiple` rows."""
+    """Return the name of the segment that pads another, or several (+), to a multiple."""
     return f"fill{multiple}_{segment}"
 
 
 def filled(segment: str) -> tuple[int, str] | None:
-    """Return the multiple and the segment that a padding segment fills up, or None."""
+    """Return the multiple and the segments (+) that a padding segment fills up, or None."""
     multiple, _, inner = segment.removeprefix("fill").partition("_")
     return (int(multiple), inner) if segment.startswith("fill") else None
 
@@ -188,7 +188,7 @@ def is_text(segment: str) -> bool:
 
 def segment_region(segment: str) -> int:
     """Return the region of a segment of packed image tokens; 0 is the mask's."""
-    return int(segment[6:]) if segment.startswith("image@") else 0
+    return int(segment.partition("@")[2] or 0)
 
 
 class NotLaned(Exception):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from maskfx.ir.cuts import Cuts, piece_of, role_of
 from maskfx.ir.grids import level_size, part_of
 from maskfx.ir.lanes import (
     Atom,
@@ -167,7 +168,9 @@ class Pyramid:
     """The levels of a denoiser and their sizes at capture; grows while lanes are marked.
 
     `others`: other sizes of the picture; with `apart`, levels are one only if they have the same
-    size for these too. `frames`: the frames of a video, each with the sites of every level.
+    size for these too. `frames`: the frames of a video, each with the sites of every level. `cuts`:
+    where sequences of tokens are cut; their sizes, and the numbers that cuts follow from, are in
+    `segments`.
     """
 
     batch: int
@@ -178,6 +181,7 @@ class Pyramid:
     others: tuple[tuple[int, int], ...] = ()
     apart: bool = False
     frames: int = 1
+    cuts: Cuts = field(default_factory=Cuts)
 
     def __post_init__(self) -> None:
         if self.base is not None and not self.levels:
@@ -201,13 +205,20 @@ class Pyramid:
     def segment_size(self, segment: str) -> int:
         level, fixed, filling = grid_level(segment), fixed_count(segment), filled(segment)
         if filling is not None:
-            return -self.segment_size(filling[1]) % filling[0]
+            return -sum(map(self.segment_size, filling[1].split("+"))) % filling[0]
         padding = padded(segment)
         if padding is not None:
             return padding[0] - self.segment_size(padding[1])
         if level is not None:
             return self.frames * prod(self.hints[level])
+        if piece_of(segment) is not None:
+            return self.cuts.size(segment, self.roles)
         return fixed if fixed is not None else self.segments[segment.split("@")[0]]
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """The sizes of sequences by role."""
+        return {role_of(segment): size for segment, size in self.segments.items()}
 
     def size_at(self, level: Level, base: tuple[int, int]) -> tuple[int, int]:
         """Return the size of a level of a picture of another size."""
@@ -358,7 +369,8 @@ def in_region(lane: Lane, region: int, pyramid: Pyramid) -> Lane:
         level = grid_level(name)
         if level is not None:
             return grid_segment(pyramid.level_in(region, level))
-        return f"image@{region}" if is_image(name) and padded(name) is None else name
+        packed = is_image(name) and padded(name) is None
+        return f"{name.split('@')[0]}@{region}" if packed else name
 
     def atom(found: Atom) -> Atom:
         match found:

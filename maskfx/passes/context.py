@@ -311,7 +311,8 @@ def node_value(node: fx.Node) -> Any:
 
 
 def slug(segments: tuple[str, ...]) -> str:
-    return "_".join(s.replace(":", "").replace("@", "_region") for s in segments)
+    named: dict[str, str | int | None] = {":": "", "#": "_part", "@": "_region", "+": "_and_"}
+    return "_".join(s.translate(str.maketrans(named)) for s in segments)
 
 
 __all__ = [

@@ -25,10 +25,12 @@ RULES: dict[str, Rule] = {
 
 def mark_lanes(graph: fx.Graph, ctx: PassContext) -> int:
     """Assign every value its lane, and mark the nodes that have to run dense."""
-    marker, refused = Marker(ctx, RULES), dict(ctx.dense)
+    marker, refused, left = Marker(ctx, RULES), dict(ctx.dense), 1
     for node in graph.nodes:
         marker.mark(node)
-    if marker.unfinished:  # the size of an axis joined, or a level cut, further down
+    # the size of an axis joined, or a level or a sequence cut, further down
+    while marker.unfinished and (left or marker.cut):
+        left = 1 if marker.cut else left - 1
         ctx.dense.clear()
         ctx.dense.update(refused)
         marker.begin_again()

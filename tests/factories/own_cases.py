@@ -8,6 +8,7 @@ from tests.factories import (  # noqa: F401
     own_lines,
     own_mixtures,
     own_networks,
+    own_packed,
     own_resampling,
     own_transformers,
     own_unets,

@@ -47,10 +47,11 @@ def own(
     narrow: bool = True,
     quick: bool = False,
     sizes: tuple[Size, ...] = SIZES,
+    mask_shape: Callable[[Size], tuple[int, ...]] = spatial,
 ) -> None:
     """Add a case; `narrow`: every operator on sites is narrowed."""
     assert name not in OWN, name
-    OWN[name] = Case(name, partial(built, make), inputs or plain, spatial, sizes, narrow)
+    OWN[name] = Case(name, partial(built, make), inputs or plain, mask_shape, sizes, narrow)
     if quick:
         QUICK.add(name)
 

@@ -15,7 +15,7 @@ import torch
 
 from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import CompileError
-from maskfx.ir import lanes, program, pyramid, sources
+from maskfx.ir import cuts, lanes, program, pyramid, sources
 from maskfx.ir.json_values import Json
 
 
@@ -29,7 +29,7 @@ CLASSES: dict[str, type] = {
         Argument,
         *(lanes.Batch, lanes.Feature, lanes.Frames, lanes.Y, lanes.X, lanes.Part),
         *(lanes.Tokens, lanes.Lane),
-        *(pyramid.Window, pyramid.Level, pyramid.Pyramid),
+        *(cuts.Cut, cuts.Cuts, pyramid.Window, pyramid.Level, pyramid.Pyramid),
         *typing.get_args(sources.Source),
         *(program.Region, program.Tap, program.Derived, program.Product, program.Interface),
     )

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import count
+
+import torch
+from torch import fx
+from torch.types import IntLikeType
 
 from maskfx.compiler.capture.roles import Argument, Sizes
+from maskfx.ir.lanes import has_no_hint, int_hint
 
 
 def has_batch(leaves: Sequence[Argument]) -> bool:
@@ -36,6 +42,40 @@ def candidates(
     if not fixed:
         yield {**sizes, "batch": two}, True
     yield {**sizes, "batch": two}, False
+
+
+def uneven(sizes: Sizes) -> Sizes:
+    """Return larger sizes of the sequences, of which small multiples lack several tokens.
+
+    A size of 0 or 1, such as that of a padding, has another meaning in a graph.
+    """
+    found = dict(sizes)
+    for role, size in sizes.items():
+        if role == "tokens" or role.startswith("text:"):
+            taken = {s for r, s in found.items() if r != role}
+            found[role] = next(n for n in count(size) if lacks_several(n) and n not in taken)
+    return found
+
+
+def lacks_several(size: int) -> bool:
+    """Return True if a size lacks two tokens at least to a multiple of small numbers."""
+    return all(-size % multiple > 1 for multiple in (3, 4, 5, 7, 8, 16, 32, 64))
+
+
+def is_thin(module: fx.GraphModule) -> bool:
+    """Return True if a size that follows from others is 0 or 1 at capture."""
+    for node in module.graph.nodes:
+        value, sizes = node.meta.get("val"), list[IntLikeType]()
+        if isinstance(value, torch.Tensor):
+            sizes += value.shape
+        elif isinstance(value, torch.SymInt) and any("pad" in str(u.target) for u in node.users):
+            sizes.append(value)
+        for size in sizes:
+            if not isinstance(size, torch.SymInt) or has_no_hint(size):
+                continue
+            if not size.node.expr.is_Symbol and int_hint(size) < 2:
+                return True
+    return False
 
 
 def grids(sizes: Sizes) -> Iterator[Sizes]:

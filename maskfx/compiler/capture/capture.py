@@ -21,7 +21,7 @@ from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
-from maskfx.compiler.capture.attempt_sizes import candidates, has_batch
+from maskfx.compiler.capture.attempt_sizes import candidates, has_batch, is_thin, uneven
 from maskfx.compiler.capture.branches import BranchesOnSteps, Unexportable, split_off
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.export import drop_refills, export_as_answered, quiet, spell_views
@@ -118,7 +118,7 @@ def capture(
             continue
         result.single = single
         if result.serves(module, spec, values, call.sizes):
-            return result
+            return unless_thin(result, whole, call, wanted, notes)
         notes.append(
             f"export with {kind} sizes {wanted}: not valid for the call's own {call.sizes}"
         )
@@ -140,6 +140,30 @@ def names_of_graphs(module: torch.nn.Module) -> list[str]:
     """Return the names of a module's own weights and parts that are attributes of every graph."""
     own = (module._parameters, module._buffers, module._modules)
     return [repr(name) for held in own for name in held if hasattr(fx.GraphModule, name)]
+
+
+def unless_thin(
+    found: Capture, whole: WholeModules, call: ExampleCall, sizes: Sizes, notes: Sequence[str]
+) -> Capture:
+    """Return a capture at sizes at which no size that is computed is 0 or 1, or the one found."""
+    assert found.module is not None
+    wanted = uneven(sizes)
+    if found.frozen is not None or wanted == sizes or not is_thin(found.module):
+        return found
+    values = resize(call.leaves, call.values, call.sizes, wanted)
+    try:
+        with new_objects():
+            example = pytree.tree_unflatten(values, call.spec)
+        other = captured_at(whole, call, example, wanted, True, notes)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception:
+        log.debug("capture at uneven sizes failed", exc_info=True)
+        return found
+    assert other.module is not None
+    other.single, other.compared = found.single, found.compared
+    serves = other.serves(whole.own, call.spec, call.values, call.sizes)
+    return other if serves and not is_thin(other.module) else found
 
 
 def twin_of(module: torch.nn.Module) -> torch.nn.Module:

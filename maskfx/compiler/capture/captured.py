@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.branches import Decisions
 from maskfx.compiler.capture.roles import Argument, Sizes
+from maskfx.ir.cuts import NUMBER
 from maskfx.ir.objects import copied_tree
 from maskfx.ir.other_sizes import SizeExpr
 from maskfx.ir.pyramid import Pyramid
@@ -168,6 +169,15 @@ class Capture:
         values = [node.meta.get("val") for node in nodes if node.op == "call_function"]
         kinds = {value.dtype for value in values if isinstance(value, torch.Tensor)}
         return 0.0 if kinds.isdisjoint((torch.bfloat16, torch.float16)) else ROUNDED
+
+    def read_numbers(self, pyramid: Pyramid) -> None:
+        """Count the integers among the arguments that cuts follow from among a call's sizes."""
+        for i, leaf in enumerate(self.leaves):
+            role = f"{NUMBER}{leaf.path}"
+            if role in pyramid.cuts.numbers() and not leaf.roles:
+                self.leaves[i] = replace(leaf, roles=(role,))
+                self.pyramid.segments[role] = pyramid.segments[role]
+                self.features[i] = (pyramid.segments[role],)
 
     @property
     def was_read(self) -> bool:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.channels import position_lists, roles_by_channels
 from maskfx.errors import CaptureError, InputError, SizesDisagree
+from maskfx.ir.cuts import NUMBER
 
 Roles = tuple[str, ...]
 Sizes = dict[str, int]  # by role
@@ -318,8 +319,11 @@ def role_size(role: str, sizes: Mapping[str, int]) -> int:
 
 def observed_sizes(leaves: Sequence[Argument], values: Sequence[Any]) -> Sizes:
     """Return batch, y, x, tokens and text lengths of the arguments; raise if they disagree."""
-    pairs = zip(leaves, values, strict=True)
-    return sizes_of(leaves, [value.shape if leaf.tensor else () for leaf, value in pairs])
+    shapes = [
+        value.shape if leaf.tensor else (value,) if leaf.roles else ()
+        for leaf, value in zip(leaves, values, strict=True)
+    ]
+    return sizes_of(leaves, shapes)
 
 
 def sizes_of(leaves: Sequence[Argument], shapes: Sequence[Sequence[int]]) -> Sizes:
@@ -328,7 +332,8 @@ def sizes_of(leaves: Sequence[Argument], shapes: Sequence[Sequence[int]]) -> Siz
     seen: dict[str, str] = {}
     for leaf, shape in zip(leaves, shapes, strict=True):
         for role, size in zip(leaf.roles, shape, strict=True):
-            if role in ("batch", "frames", "y", "x", "tokens") or role.startswith("text:"):
+            named = role.startswith(("text:", NUMBER))
+            if role in ("batch", "frames", "y", "x", "tokens") or named:
                 if sizes.setdefault(role, int(size)) != size:
                     raise SizesDisagree(leaf.path, role, size, f"{sizes[role]} in {seen[role]}")
                 seen.setdefault(role, leaf.path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,35 +12,34 @@ from torch.types import IntLikeType
 from maskfx.ir.lanes import (
     SITES,
     Batch,
-    Dim,
     Feature,
     Lane,
     NotLaned,
     Tokens,
     at_level,
-    filling_segment,
     fixed_count,
     fixed_segment,
     int_hint,
-    is_image,
     lane_of,
     node_shape,
-    pad_segment,
     same_dim,
     set_lane,
     shape_hint,
 )
 from maskfx.ir.pyramid import Level
 from maskfx.passes.context import argument, node_value, nodes_at
+from maskfx.passes.lane_rules.cuts import note_cut
+from maskfx.passes.lane_rules.edges import JOINS, edge_joined, is_picture_axis
 from maskfx.passes.lane_rules.marker import Marker, Rules, same_part
-from maskfx.passes.lane_rules.windows import axis_number, is_picture_axis, placed, reached
+from maskfx.passes.lane_rules.token_pads import fill_up, has_site, surrounded
+from maskfx.passes.lane_rules.windows import axis_number, placed, reached
 from maskfx.passes.mark_stages import STEP, stage_of
 from maskfx.passes.symbolic_sizes import front_in, is_same_size, is_size_of
 
 rule = Rules()
 
 
-@rule("cat", "concat", "concatenate")
+@rule(*JOINS)
 def cat(m: Marker, node: fx.Node) -> Lane:
     nodes = [n for n in nodes_at(node, 0) if 0 not in shape_hint(node_value(n))]
     out = node_shape(node)
@@ -49,6 +47,16 @@ def cat(m: Marker, node: fx.Node) -> Lane:
     if m.single:
         fill_up(m, node, nodes, axis)
     lanes = [m.need(n) for n in nodes]
+    edge = edge_joined(nodes, axis)
+    if edge is not None:
+        lane = m.need(nodes[1 - edge])
+        m.unify(nodes, out, free=axis, to=node)
+        i, level = axis_number(lane, axis), lane.dims[axis][0].level
+        grown = Level(level, grow=placed((0, 0), i, 1), offset=placed((0, 0), i, edge - 1))
+        level = m.ctx.pyramid.derive(grown)
+        if stage_of(nodes[edge]) != STEP:  # it has the other axis of the larger picture
+            set_lane(nodes[edge], at_level(m.need(nodes[edge]), level))
+        return at_level(lane, level)
     dims = m.unify(nodes, out, free=axis, to=node)
     parts = [lane_of(n).dims[axis] for n in nodes]  # type: ignore[union-attr]
     sizes = [node_shape(n)[axis] for n in nodes]
@@ -56,8 +64,11 @@ def cat(m: Marker, node: fx.Node) -> Lane:
         dims[axis] = (Feature(sum(sizes)),)
         return Lane(tuple(dims))
     segments: list[str] = []
-    for lane, part, size in zip(lanes, parts, sizes, strict=True):
+    wholes = [n.meta["val"].shape[axis] for n in nodes]
+    for lane, part, size, whole in zip(lanes, parts, sizes, wholes, strict=True):
         if all(isinstance(a, Feature) for a in part):
+            if isinstance(whole, torch.SymInt):
+                raise NotLaned(f"it joins {whole} tokens, a size of no known meaning")
             segments.append(fixed_segment(size))
         elif all(isinstance(a, SITES) for a in part) and lane.segments and same_part(part, lane):
             segments.extend(lane.segments)
@@ -65,58 +76,6 @@ def cat(m: Marker, node: fx.Node) -> Lane:
             raise NotLaned(f"it joins {lane} along dimension {axis}")
     dims[axis] = (Tokens(tuple(segments)),)
     return Lane(tuple(dims))
-
-
-def fill_up(m: Marker, node: fx.Node, nodes: Sequence[fx.Node], axis: int) -> None:
-    """Mark the inputs joined to tokens as tokens, too: a padding segment or a fixed number."""
-    held = [lane for n in nodes if (lane := lane_of(n)) is not None and has_site(lane.dims[axis])]
-    for other in nodes:
-        lane = lane_of(other)
-        if not held or lane is not None and (lane.has_sites or lane.has_batch):
-            continue
-        shape, size = node_shape(other), other.meta["val"].shape[axis]
-        segment = fixed_segment(shape[axis]) if isinstance(size, int) else None
-        if segment is None and len(held[0].segments) == 1:
-            whole = node.meta["val"].shape[axis]
-            segment = filling_of(m, held[0].segments[0], shape[axis], whole)
-        if segment is not None:
-            dims: list[Dim] = [(Feature(s),) if s != 1 else () for s in shape]
-            dims[axis] = (Tokens((segment,)),)
-            set_lane(other, Lane(tuple(dims)))
-
-
-def filling_of(m: Marker, segment: str, size: int, whole: object) -> str | None:
-    """Return the segment of `size` rows that pads another to a multiple, read from `whole`."""
-    if not isinstance(whole, torch.SymInt):
-        return None
-    numbers = {int(n) for n in whole.node.expr.atoms() if n.is_Integer and n > 1}
-    for multiple in sorted(numbers, reverse=True):
-        filling = filling_segment(multiple, segment)
-        if m.ctx.pyramid.segment_size(filling) == size and int_hint(whole) % multiple == 0:
-            return filling
-    return None
-
-
-def surrounded(m: Marker, node: fx.Node, axis: int, start: int) -> Lane:
-    """Return the lane of a fixed number of tokens, into which sites are written at `start`."""
-    around, written = node.args[:2]
-    source, whole = m.need(written), node.meta["val"].shape[axis]
-    if stage_of(around) == STEP or not same_part(source.dims[axis], source):  # type: ignore[arg-type]
-        raise NotLaned(f"it writes {source} along dimension {axis} of {lane_of(around)}")
-    if isinstance(whole, torch.SymInt) or len(source.segments) != 1:
-        raise NotLaned(f"it writes {source} into {whole} tokens")
-    segment = source.segments[0]
-    segments: tuple[str, ...] = (fixed_segment(start),) if start else ()
-    segments += (segment,)
-    if start + m.ctx.pyramid.segment_size(segment) < whole:
-        if not is_image(segment):
-            raise NotLaned(f"it pads {source} to {whole} tokens")
-        segments += (pad_segment(whole - start, segment),)
-    return Lane((*source.dims[:axis], (Tokens(segments),), *source.dims[axis + 1 :]))
-
-
-def has_site(dim: Dim) -> bool:
-    return any(isinstance(a, SITES) for a in dim)
 
 
 @rule("stack")
@@ -134,11 +93,12 @@ def stack(m: Marker, node: fx.Node) -> Lane:
 def split(m: Marker, node: fx.Node) -> tuple[Lane, ...]:
     lane = m.need(node.args[0])
     axis = argument(node, 2, "dim", 0) % len(lane.dims)
-    lanes, start = [], 0
+    lanes: list[Lane] = []
+    start: IntLikeType = 0
     for part in node.meta["val"]:
-        size = shape_hint(part)[axis]
-        lanes.append(cut(m, lane, axis, start, start + size))
-        start += size
+        stop = start + part.shape[axis]
+        lanes.append(cut(m, lane, axis, start, stop))
+        start = stop
     return tuple(lanes)
 
 
@@ -190,12 +150,12 @@ def slice_(m: Marker, node: fx.Node) -> Lane:
         return lane if is_same_size(m.ctx, whole, size) else site_slice(m, node, lane, axis)
     if before == after:
         return lane
-    start = int_hint(hinted(argument(node, 2, "start", 0) or 0))
-    start = start + before if start < 0 else start
+    start = hinted(argument(node, 2, "start", 0) or 0)
+    start = start + node.args[0].meta["val"].shape[axis] if int_hint(start) < 0 else start  # type: ignore[union-attr]
     if argument(node, 4, "step", 1) != 1 and not lane.is_feature_dim(axis):
         raise NotLaned(f"it selects every other part of dimension {axis} of {lane}")
-    part = cut(m, lane, axis, start, start + after)
     size = node.meta["val"].shape[axis]
+    part = cut(m, lane, axis, start, start + size)
     if lane.is_feature_dim(axis) and isinstance(size, torch.SymInt) and stage_of(node) != STEP:
         read = m.read_dim(size, False)  # a table cut to the size of the picture
         if read is not None and has_site(read):
@@ -299,21 +259,25 @@ def hinted(value: object) -> Any:
     return value.meta["val"] if isinstance(value, fx.Node) else value
 
 
-def cut(m: Marker, lane: Lane, axis: int, start: int, stop: int) -> Lane:
-    """Return the lane of the part from start to stop of one dimension."""
-    dims = list(lane.dims)
+def cut(m: Marker, lane: Lane, axis: int, begin: IntLikeType, end: IntLikeType) -> Lane:
+    """Return the lane of the part from begin to end of one dimension."""
+    dims, start, stop = list(lane.dims), int_hint(begin), int_hint(end)
     if lane.is_feature_dim(axis):
         dims[axis] = (Feature(stop - start),) if stop - start != 1 else ()
         return Lane(tuple(dims))
     if len(dims[axis]) == 1 and isinstance(dims[axis][0], Tokens):
         inside, at = [], 0
-        for segment in dims[axis][0].segments:  # type: ignore[union-attr]
+        segments = dims[axis][0].segments  # type: ignore[union-attr]
+        for number, segment in enumerate(segments):
             size = m.ctx.pyramid.segment_size(segment)
             kept = min(stop, at + size) - max(start, at)
             if kept == size:
                 inside.append(segment)
             elif kept > 0:
                 if fixed_count(segment) is None:
+                    for place, hint in ((begin, start), (end, stop)):
+                        within = at < hint < at + size
+                        m.cut |= within and note_cut(m.ctx, m.numbers, segments, number, place)
                     raise NotLaned(f"it cuts through {segment} of {lane}")
                 inside.append(fixed_segment(kept))
             at += size
@@ -340,8 +304,9 @@ def slice_scatter(m: Marker, node: fx.Node) -> Lane:
     whole = node_shape(node)[axis]
     if size == whole:
         return lane
-    start = int_hint(hinted(argument(node, 3, "start", 0) or 0))
-    start = start + whole if start < 0 else start
+    begin = hinted(argument(node, 3, "start", 0) or 0)
+    begin = begin + node.meta["val"].shape[axis] if int_hint(begin) < 0 else begin
+    start = int_hint(begin)
     if has_site(source.dims[axis]) and lane.is_feature_dim(axis) and not lane.has_sites:
         lane = surrounded(m, node, axis, start)
         set_lane(node.args[0], lane)  # type: ignore[arg-type]
@@ -349,7 +314,7 @@ def slice_scatter(m: Marker, node: fx.Node) -> Lane:
         return written_sites(m, node, axis, start)
     if argument(node, 5, "step", 1) != 1 and not lane.is_feature_dim(axis):
         raise NotLaned(f"it writes every other part of {lane}")
-    part = cut(m, lane, axis, start, start + size)
+    part = cut(m, lane, axis, begin, begin + node.args[1].meta["val"].shape[axis])  # type: ignore[union-attr]
     if any(not same_dim(a, b) for a, b in zip(part.dims, source.dims, strict=True)):
         raise NotLaned(f"it writes {source} into {lane}")
     if not lane.is_feature_dim(axis) and not begins_segment(m, lane, {start, start + size}):

@@ -31,11 +31,13 @@ from maskfx.ir.nodes import is_symbol_arithmetic
 from maskfx.ir.other_sizes import SizeExpr
 from maskfx.passes.context import PassContext, argument, node_value, op_name
 from maskfx.passes.geometry import folds_into_users
+from maskfx.passes.lane_rules.cuts import number_of, parted
+from maskfx.passes.lane_rules.edges import joins_edge
 from maskfx.passes.lane_rules.frames import frames_first, is_each_frame
 from maskfx.passes.lane_rules.moved import level_to_meet, results_elsewhere, whole_level
+from maskfx.passes.lane_rules.read_sizes import dim_of_size
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
 from maskfx.passes.operators import POINTWISE
-from maskfx.passes.symbolic_sizes import axes_of, has_remainder
 
 ATTENTION = "scaled_dot_product_attention"
 REPEATS = frozenset({"expand", "broadcast_to", "expand_as"})
@@ -55,6 +57,8 @@ class Marker:
             computed from these.
         differ: whether sizes that are equal at capture differ for other pictures, and are padded or
             cut to each other; then the next round keeps their levels apart.
+        numbers: by role, the integers among the arguments.
+        cut: whether a place was found at which tokens are cut, which the next round cuts there.
     """
 
     ctx: PassContext
@@ -64,10 +68,13 @@ class Marker:
     missed: set[SizeExpr] = field(default_factory=set)
     read: set[fx.Node] = field(default_factory=set)
     differ: bool = False
+    numbers: dict[str, torch.SymInt] = field(default_factory=dict)
+    cut: bool = False
 
     def mark(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            set_lane(node, self.own(node, lane_of(node)))
+            self.numbers.update(number_of(node))
+            set_lane(node, self.own(node, parted(lane_of(node), self.ctx.pyramid)))
             return
         if node.op == "output":
             for result in results_elsewhere(self.ctx.pyramid, node):
@@ -113,13 +120,7 @@ class Marker:
     def unfinished(self) -> bool:
         """Whether another round would know more than this one did."""
         found = self.differ and not self.ctx.pyramid.apart
-        return found or bool(self.missed & self.known_joints())
-
-    @property
-    def square(self) -> bool:
-        """Whether the module accepts square pictures only: both axes have one symbol."""
-        symbols = self.ctx.symbols
-        return "y" in symbols and symbols["y"] == symbols["x"]
+        return found or self.cut or bool(self.missed & self.known_joints())
 
     def may_hide_batch(self, lane: Lane) -> bool:
         """Return True if a fixed batch of several samples may be the first axis of this value."""
@@ -154,7 +155,7 @@ class Marker:
         mask = argument(node, 3, "attn_mask") if op_name(node) == ATTENTION else None
         for source in node.all_input_nodes:
             lane = lane_of(source)
-            if source is mask:  # its axes are queries and keys
+            if source is mask or joins_edge(node):  # the mask's axes are queries and keys
                 continue
             if op_name(node) in POINTWISE and is_symbol_arithmetic(source):
                 raise NotLaned("it computes with the size of the picture or the batch")
@@ -179,6 +180,7 @@ class Marker:
         self.joints.clear()
         self.read.clear()
         self.ctx.pyramid.apart = self.differ
+        self.cut = False
 
     def infer(self, node: fx.Node) -> Lane | tuple[Lane | None, ...]:
         name = op_name(node)
@@ -260,32 +262,11 @@ class Marker:
         return Lane(tuple(dims))
 
     def read_dim(self, size: IntLikeType, first: bool) -> Dim | None:
-        hint = int_hint(size)
-        if hint == 1:
-            return ()
-        if not isinstance(size, torch.SymInt):
-            fixed, batch = isinstance(self.ctx.symbols.get("batch", 0), int), self.ctx.pyramid.batch
-            if first and fixed and hint == batch:
-                return (Batch(),)
-            if first and fixed and hint % batch == 0 and not self.single:
-                return None  # batch times heads, or features
-            return (Feature(hint),)
-        symbols = {str(s) for s in size.node.expr.free_symbols}
-        role = {str(e): r for r, e in self.ctx.symbols.items() if not isinstance(e, int)}
-        roles = {role.get(s, "?") for s in symbols}
-        if roles and roles <= {"y", "x"} and self.square:  # one symbol: which axis isn't known
-            roles = {"y", "x"}
-        pyramid = self.ctx.pyramid
-        if roles == {"batch"} and hint == pyramid.batch:
-            return (Batch(),)
-        if roles == {"tokens"} and hint == pyramid.segments.get("image"):
-            return (Tokens(("image",)),)
-        if len(roles) == 1 and hint == pyramid.segments.get(min(roles)):
-            return (Tokens((min(roles),)),)
-        for admitted in (False,) if has_remainder(size) else (False, True):
-            found = axes_of(self.ctx, size, roles, admitted)
-            if found is not None:
-                return found
+        """Return the dimension that a size stands for, or None; `first`: of a first axis."""
+        known = (dim for d in (self.joints, self.doubtful) for dims in d.values() for dim in dims)
+        found = dim_of_size(self.ctx, size, first, self.numbers, known)
+        if found is not None or not isinstance(size, torch.SymInt):
+            return found
         self.missed.add(size.node.expr)
         joint = self.joints.get(size.node.expr) or self.doubtful.get(size.node.expr, set())
         return next(iter(joint)) if len(joint) == 1 else None

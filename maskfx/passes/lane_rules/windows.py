@@ -16,6 +16,7 @@ from maskfx.ir.lanes import (
     Frames,
     Lane,
     NotLaned,
+    Tokens,
     X,
     Y,
     at_level,
@@ -34,13 +35,14 @@ from maskfx.passes.geometry import (
     value_of,
     window_geometry,
 )
+from maskfx.passes.lane_rules.edges import is_picture_axis
 from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant
 from maskfx.passes.lane_rules.moved import is_rolled_back, listed, shifts_by_axis
+from maskfx.passes.lane_rules.token_pads import Ends, padded_tokens
 from maskfx.passes.operators import CONVOLUTIONS, PADS, RESAMPLINGS
 from maskfx.passes.symbolic_sizes import front_in, is_same_size, is_size_of, numbers_in
 
 rule = Rules()
-Ends = tuple[object, object]  # what a padding adds before and after an axis: numbers or symbols
 NEAR = 1  # the most sites by which a roll may move a picture whose mask stays
 
 
@@ -192,6 +194,8 @@ def pad(m: Marker, node: fx.Node) -> Lane:
             continue
         if is_picture_axis(lane, axis):
             sites[axis] = own
+        elif len(lane.dims[axis]) == 1 and isinstance(lane.dims[axis][0], Tokens):
+            dims[axis] = (Tokens(padded_tokens(m, node, lane, own)),)
         elif not lane.is_feature_dim(axis):
             raise NotLaned(f"it pads a site axis of {lane}")
         elif not isinstance(own[0], int) or not isinstance(own[1], int):
@@ -271,12 +275,6 @@ def reached(m: Marker, node: fx.Node, lane: Lane, begins: Level) -> int | None:
         if fits and own[1] == place[1] and is_near(place, own):
             return known
     return None
-
-
-def is_picture_axis(lane: Lane, axis: int) -> bool:
-    """Return True for the rows or the columns of a picture."""
-    dim = lane.dims[axis]
-    return len(dim) == 1 and isinstance(dim[0], (Y, X)) and not lane.is_half
 
 
 def axis_number(lane: Lane, axis: int) -> int:

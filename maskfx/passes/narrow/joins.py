@@ -24,8 +24,10 @@ from maskfx.passes.context import (
     aten,
     from_rows,
     need_lane,
+    node_at,
     op_name,
 )
+from maskfx.passes.geometry import value_of
 from maskfx.passes.narrow.attention import count_rows
 from maskfx.passes.operators import PADS
 from maskfx.passes.row_form import along_axis, fixed_rows, full_rows, is_rows
@@ -69,7 +71,8 @@ def narrow_joins(graph: fx.Graph, ctx: PassContext) -> int:
                 )
             edit.replace(rows)
         elif name in PADS:
-            pad(Editor(graph, ctx, node), node)
+            widens = need_lane(node.args[0]).segments != need_lane(node).segments
+            (pad_tokens if widens else pad)(Editor(graph, ctx, node), node)
         else:
             continue
         count += 1
@@ -313,6 +316,20 @@ def cut_many(graph: fx.Graph, ctx: PassContext, node: fx.Node) -> None:
         own, found = Editor(graph, ctx, user), parts[int(str(user.args[1]))]
         (own.replace if need_lane(user).has_sites else own.replace_plain)(found)
     graph.erase_node(node)
+
+
+def pad_tokens(edit: Editor, node: fx.Node) -> None:
+    """Add rows of a constant before and behind tokens."""
+    lane, out = need_lane(node.args[0]), need_lane(node)
+    rows, own = edit.rows(node_at(node, 0)), len(lane.segments)
+    first = next(i for i in range(3) if out.segments[i : i + own] == lane.segments)
+    pieces = [rows]
+    for segments, place in ((out.segments[:first], 0), (out.segments[first + own :], 1)):
+        if segments:
+            sizes = [count_rows(edit, segments), *lane.row_shape()]
+            made = edit.emit(aten.new_full.default, rows, sizes, value_of(node) or 0)
+            pieces.insert(place * len(pieces), made)
+    edit.replace(edit.emit(aten.cat.default, pieces, 0))
 
 
 def pad(edit: Editor, node: fx.Node) -> None:

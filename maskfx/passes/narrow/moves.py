@@ -10,8 +10,18 @@ from torch import fx
 from maskfx.ir.lanes import Lane, X, Y, lane_of
 from maskfx.ir.pyramid import Window
 from maskfx.ir.sources import Weights
-from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, node_at, op_name
+from maskfx.passes.context import (
+    Editor,
+    PassContext,
+    argument,
+    aten,
+    need_lane,
+    node_at,
+    nodes_at,
+    op_name,
+)
 from maskfx.passes.geometry import edge_of, ends_of, value_of
+from maskfx.passes.lane_rules.edges import JOINS, edge_joined
 from maskfx.passes.lane_rules.moved import listed
 from maskfx.passes.lane_rules.windows import frames_turned, site_shifts
 from maskfx.passes.operators import PADS
@@ -27,12 +37,17 @@ def narrow_moves(graph: fx.Graph, ctx: PassContext) -> int:
     After   y = gather(rows, halo, neighbours); z = gather(rows, halo, other neighbours)
     and     y = slice_scatter(x, z, 2, 0, h, 2)
     becomes y = where(weights > 0, gather(other rows, halo, neighbours), rows)
+    and     y = cat([x, z], 3)                                        (z is [b, c, h, 1])
+    becomes y = where(weights > 0, gather(rows, halo, neighbours), rows of z)
     and     y = pad(x, [1, 1, 1, 1], value=2)
     becomes y = where(weights > 0, gather(rows, halo, neighbours), full(2))
-    Keeps   pads, slices and writes of features or tokens.
+    Keeps   pads, joins, slices and writes of features or tokens.
     """
     count = 0
     for node in list(graph.nodes):
+        if op_name(node) in JOINS and is_rows(node):
+            count += join_edge(Editor(graph, ctx, node), node)
+            continue
         if op_name(node) not in MOVES or not is_rows(node) or lane_of(node.args[0]) is None:
             continue
         edit = Editor(graph, ctx, node)
@@ -61,6 +76,28 @@ def narrow_moves(graph: fx.Graph, ctx: PassContext) -> int:
         edit.replace(edit.reshape(picked, [width], shape))
         count += 1
     return count
+
+
+def join_edge(edit: Editor, node: fx.Node) -> bool:
+    """Narrow a join of a picture and one more row or column; return whether it is one."""
+    out, nodes = need_lane(node), nodes_at(node, 0)
+    axis = argument(node, 1, "dim", 0) % len(out.dims)
+    edge = edge_joined(nodes, axis)
+    if edge is None:
+        return False
+    picture, source = nodes[1 - edge], need_lane(nodes[1 - edge])
+    levels = [next(a.level for a in lane.atoms() if isinstance(a, Y)) for lane in (source, out)]
+    down = isinstance(out.dims[axis][0], Y)
+    before = (1 - edge, 0) if down else (0, 1 - edge)
+    window = Window(levels[0], levels[1], (1, 1), (1, 1), before)
+    shape, width = out.row_shape(), prod(out.row_shape())
+    rows = edit.reshape(edit.rows(picture), source.row_shape(), [width])
+    added = edit.reshape(full_rows(edit, nodes[edge], out), shape, [width])
+    found = edit.emit(
+        aten.where.self, inside(edit, window), pick_up(edit, rows, width, window), added
+    )
+    edit.replace(edit.reshape(found, [width], shape))
+    return True
 
 
 def inside(edit: Editor, window: Window) -> fx.Node:

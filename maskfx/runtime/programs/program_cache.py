@@ -37,7 +37,15 @@ from maskfx.runtime.programs.attempts import (
 )
 from maskfx.runtime.programs.buffer_states import BufferStates
 from maskfx.runtime.programs.program_files import ProgramFiles, compiled_as
-from maskfx.runtime.programs.proof import Size, every_other, hides, same_ranks, size_of, uneven_mask
+from maskfx.runtime.programs.proof import (
+    Size,
+    disorder_of,
+    every_other,
+    hides,
+    same_ranks,
+    size_of,
+    uneven_mask,
+)
 from maskfx.runtime.programs.shared_programs import Sharing, shared_programs
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall, ValidatedInputs
@@ -66,6 +74,7 @@ class ProgramCache:
         self._verdicts: dict[Size, str] = {}  # what is wrong with a program; empty: nothing
         self._doubtful: set[Size] = set()  # verified with weights of zero, which hide errors
         self._without: dict[tuple[int, Size], Compilation] = {}
+        self._disordered: dict[tuple[int, str], Compilation] = {}
         self._split: set[int] = set()  # compilations of calls that run sample by sample
         self._fingerprint = fingerprint
         self._sharing = Sharing(module, self._how, shared_programs())
@@ -254,6 +263,7 @@ class ProgramCache:
         self._verdicts.clear()
         self._doubtful.clear()
         self._without.clear()
+        self._disordered.clear()
         self._split.clear()
         self._sharing.forget()
         self._unsure.clear()
@@ -288,7 +298,7 @@ class ProgramCache:
             for one in self.every
             if one.program is None or id(one) not in wrong or one.program.code in right
         ]
-        every = [*kept, *self._without.values()]
+        every = [*kept, *self._without.values(), *self._disordered.values()]
         return [one for one in every if id(one) not in self._split and not tried_in_vain(one)]
 
     def _proven(
@@ -298,6 +308,9 @@ class ProgramCache:
         size = size_of(compilation, values)
         if size is None:
             return compilation
+        disorder = disorder_of(compilation, values)
+        if disorder:
+            return self._without_rows(compilation, disorder)
         known = size in self._verdicts
         verdict, number = self._verdict(size, compilation, values, spec), (id(compilation), size)
         if not verdict:
@@ -311,6 +324,15 @@ class ProgramCache:
                 compilation, program=None, reasons=reasons, marked=marked
             )
         return self._without[number]
+
+    def _without_rows(self, compilation: Compilation, why: str) -> Compilation:
+        """Return a compilation for calls of sizes that its program has no rows for."""
+        key = id(compilation), why
+        if key not in self._disordered:
+            log.warning("%s runs dense: %s", type(self.module).__name__, why)
+            reasons = {**compilation.reasons, "program": why}
+            self._disordered[key] = replace(compilation, program=None, reasons=reasons)
+        return self._disordered[key]
 
     def _verdict(
         self, size: Size, compilation: Compilation, values: list[object], spec: pytree.TreeSpec

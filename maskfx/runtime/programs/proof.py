@@ -30,6 +30,14 @@ def size_of(compilation: Compilation, values: Sequence[object]) -> Size | None:
     return program.code, sizes.get("y"), sizes.get("x"), sizes.get("tokens"), several
 
 
+def disorder_of(compilation: Compilation, values: Sequence[object]) -> str:
+    """Return why a program has no rows for a call: where it cuts sequences; "" if it has."""
+    if compilation.program is None:
+        return ""
+    sizes = roles_.observed_sizes(compilation.capture.leaves, values)
+    return compilation.program.interface.pyramid.cuts.disorder(sizes)
+
+
 def same_ranks(capture_: Capture, values: Sequence[object]) -> bool:
     return all(
         leaf.tensor and v.dim() == len(leaf.roles) if isinstance(v, Tensor) else not leaf.tensor

@@ -15,13 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maskfx.ir.cuts import piece_of
 from maskfx.ir.grids import full_window, window_weights
 from maskfx.ir.lanes import filled, fixed_count, grid_level, is_image, padded, segment_region
 from maskfx.ir.lru import LruCache
 from maskfx.ir.pyramid import Pyramid, Window
 from maskfx.runtime.sites.mask import Mask
 
-Place = tuple[int | None, int]  # a level (None: packed tokens) and a region
+# a level (None: packed tokens; or the name of a part of these) and a region
+Place = tuple[int | str | None, int]
 
 
 class ActiveSites:
@@ -64,7 +66,7 @@ class ActiveSites:
         """Return sizes and active-site counts; equal for requests with as many rows and keys."""
         levels = self.pyramid.levels if "y" in self.sizes else []
         segments = [f"grid{n}" for n, level in enumerate(levels) if not level.region]
-        segments += ["image"] if "tokens" in self.sizes else []
+        segments += self.pyramid.cuts.parts("image") if "tokens" in self.sizes else []
         regions = (self.regions[region].count for region in sorted(self.regions))
         return (*self.sizes.values(), *map(self.active_count, segments), *regions)
 
@@ -80,7 +82,7 @@ class ActiveSites:
         """Return the number of sites of a segment, active or not."""
         level, fixed, filling = grid_level(segment), fixed_count(segment), filled(segment)
         if filling is not None:
-            return -self.count(filling[1]) % filling[0]
+            return -sum(map(self.count, filling[1].split("+"))) % filling[0]
         padding = padded(segment)
         if padding is not None:
             return padding[0] - self.count(padding[1])
@@ -89,6 +91,8 @@ class ActiveSites:
             return self.pyramid.frames * h * w
         if fixed is not None:
             return fixed
+        if piece_of(segment) is not None:
+            return self.pyramid.cuts.size(segment, self.sizes)
         return self.sizes["tokens" if is_image(segment) else segment]
 
     def place(self, segment: str) -> Place:
@@ -100,7 +104,8 @@ class ActiveSites:
         if found is None:
             level = grid_level(segment)
             if level is None:
-                found = None, self._number(segment_region(segment))
+                part = segment.split("@")[0] if piece_of(segment) is not None else None
+                found = part, self._number(segment_region(segment))
             else:
                 found = self._base(level), self._number(self.pyramid.levels[level].region)
             self._places[segment] = found
@@ -115,12 +120,13 @@ class ActiveSites:
 
         One byte for each site: 1 if it is active, else 0.
         """
-        level = grid_level(base)
+        level: int | str | None = base if piece_of(base) is not None else grid_level(base)
         if padded(base) is not None:  # active with all sites of the image
             return [bytes([self.full]) * self.count(base)] * len(regions)
-        if self.mask is None or (
+        derived = isinstance(level, str) or (
             level is not None and self.pyramid.levels[level].parent is not None
-        ):
+        )
+        if self.mask is None or derived:
             return [self.mask_at((level, region)).content for region in regions]
         return [self.regions.get(region, self.mask).content for region in regions]
 
@@ -138,7 +144,10 @@ class ActiveSites:
             self._levels[place] = self._mask_at(*place)
         return self._levels[place]
 
-    def _mask_at(self, level: int | None, region: int) -> Mask:
+    def _mask_at(self, level: int | str | None, region: int) -> Mask:
+        if isinstance(level, str):
+            start, stop = self.pyramid.cuts.span(level, self.sizes)
+            return Mask(self.mask_at((None, region)).sites[start:stop])
         if self.mask is None:
             own = self.pyramid
             shape = (self.sizes["tokens"],) if level is None else own.sites_shape(self.grid(level))
