@@ -172,6 +172,7 @@ def test_wrong_inputs_are_named_as_in_the_manifest(written: Export) -> None:
         ({"part": "half"}, "part='half'; choose one of"),
         ({"opset": 17}, "opset 17: PyTorch writes 18 and newer, and the onnx here knows"),
         ({"opset": 999}, "opset 999: PyTorch writes 18 and newer"),
+        ({"opset": "23"}, "opset '23': PyTorch writes 18 and newer"),
         ({"opset": 23, "format": "pt2"}, "opset= applies to onnx"),
         ({"operators": True}, "ONNX knows no operators of maskfx"),
     ],

@@ -179,9 +179,9 @@ class OnnxWriter:
 def check_opset(opset: int) -> None:
     """Raise InputError for a version of ONNX that can't be written or isn't known here."""
     newest = imported("onnx").defs.onnx_opset_version()
-    if not OLDEST <= opset <= newest:
+    if type(opset) is not int or not OLDEST <= opset <= newest:
         raise InputError(
-            f"export: opset {opset}: PyTorch writes {OLDEST} and newer, and the onnx here knows "
+            f"export: opset {opset!r}: PyTorch writes {OLDEST} and newer, and the onnx here knows "
             f"those up to {newest}; give one of these ({OPSET} is the first with attention as one "
             "operator)"
         )

@@ -6,6 +6,7 @@ Knows nothing of requests.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -53,6 +54,11 @@ def load_pipeline(
         with library_bars(progress.shows()), import_notices_hidden():
             pipe = load(where, **options)
     except (OSError, ValueError) as error:
+        if isinstance(where, str) and (why := unreachable(error)) is not None:
+            raise InputError(
+                f"model {model!r} can't be loaded: it isn't in the local cache, and the hub can't "
+                f"be reached ({why}); give a folder, or download it first (hf download {model})"
+            ) from error
         raise InputError(
             f"model {model!r} can't be loaded: {error}; expected a diffusers pipeline whose "
             f"weights are safetensors. If only pickled weights exist, {CONVERT}"
@@ -62,6 +68,15 @@ def load_pipeline(
         pipe = with_controlnets(pipe, nets)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
+
+
+def unreachable(error: BaseException | None) -> BaseException | None:
+    """Return the failure of a connection that an error comes from, if there is one."""
+    while error is not None and not isinstance(
+        error, socket.gaierror | ConnectionError | TimeoutError
+    ):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def check_device(device: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -27,6 +29,7 @@ from maskfx.serve.models import model_parts
 from maskfx.serve.models.canvas import Canvas
 from maskfx.serve.models.model import Made
 from maskfx.serve.models.model_parts import PROGRAMS, loader_of, plans_of, programs_of
+from maskfx.serve.models.model_source import load_pipeline
 from maskfx.serve.models.pipeline_model import PipelineModel
 from maskfx.serve.request import Pictures
 from tests.factories.served import SIDE, Served, build, edit, job, picture, square
@@ -737,6 +740,27 @@ def test_what_is_no_pipeline_is_refused(tmp_path: Path, index: str | None) -> No
 def test_a_name_that_is_nothing_is_refused(name: str) -> None:
     with pytest.raises(InputError, match="neither a folder nor a hub id"):
         PipelineModel(settings(name), print)
+
+
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [
+        (socket.gaierror(-2, "Name or service not known"), "the hub can't be reached .*not known"),
+        (FileNotFoundError(2, "no model_index.json"), "not cached; expected a diffusers pipeline"),
+    ],
+)
+def test_a_hub_that_cant_be_reached_is_reported(
+    monkeypatch: pytest.MonkeyPatch, cause: Exception, text: str
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        try:
+            raise cause
+        except OSError as error:
+            raise OSError("not cached") from error
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", load)
+    with pytest.raises(InputError, match=text):
+        load_pipeline("nobody/nothing", "float32", "cpu")
 
 
 def test_a_hub_id_that_isnt_there_is_refused() -> None:
