@@ -456,5 +456,9 @@ def test_a_model_is_given_only_what_it_takes() -> None:
         [own] = server.edit({}, model="plain").json()["data"]
         assert "seed" not in own["maskfx"], "none that could be sent back"
         with server.client() as client:
-            refused = client.post("/v1/images/generations", json={"prompt": "x"})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+            for path, asked in (
+                ("images/generations", {"prompt": "x"}),
+                ("templates", {"image": url(PICTURE)}),
+            ):
+                refused = client.post(f"/v1/{path}", json=asked)
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
