@@ -64,12 +64,19 @@ def made_object(result: object) -> str:
     That is what isn't a tensor or a plain value, and an object that holds tensors, unless it is a
     dataclass.
     """
-    leaves, spec = pytree.tree_flatten(result)
-    for leaf in leaves:
-        if not isinstance(leaf, (torch.Tensor, int, float, str, type(None))):
-            return type(leaf).__name__
-    kinds = (kind for kind in kinds_in(spec) if kind in OPENED)
-    return next((kind.__name__ for kind in kinds if not dataclasses.is_dataclass(kind)), "")
+    kinds = (kind for kind in kinds_in(pytree.tree_structure(result)) if kind in OPENED)
+    held = next((kind.__name__ for kind in kinds if not dataclasses.is_dataclass(kind)), "")
+    return closed_object(result) or held
+
+
+def closed_object(result: object) -> str:
+    """Return the type name of the first object in a result that can't be made again, or "".
+
+    That is what isn't a tensor, a plain value or an object that pytrees take apart.
+    """
+    plain = (torch.Tensor, int, float, str, type(None))
+    leaves = pytree.tree_leaves(result)
+    return next((type(leaf).__name__ for leaf in leaves if not isinstance(leaf, plain)), "")
 
 
 def kinds_in(spec: pytree.TreeSpec) -> Iterator[type]:

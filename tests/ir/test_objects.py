@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from maskfx.ir.objects import (
     OPENED,
     Watched,
+    closed_object,
     copy_tree,
     holds_objects,
     made_object,
@@ -184,4 +185,5 @@ def test_a_result_with_an_object_belongs_to_its_call() -> None:
     result["cache"] = Cache(torch.ones(1))
     open_objects(result)
     assert made_object(result) == "Cache"
-    assert made_object({"held": Bare()}) == "Bare"
+    assert closed_object(result) == "", "it can be made again of its parts"
+    assert made_object({"held": Bare()}) == closed_object({"held": Bare()}) == "Bare"

@@ -163,11 +163,9 @@ def test_objects_that_a_denoiser_makes_are_its_own_runs():
         new, old = np.asarray(done.images[0]), np.asarray(picture(0, 64))
         assert np.array_equal(new[~inside], old[~inside])
         assert (new[inside] != old[inside]).any(-1).mean() > 0.5
-    first, *later = pipeline_state_of(ours).denoisers["transformer"].compilations
-    assert first.program is None
-    assert any("an object of its own call (Flux2KVCache)" in n for n in first.capture.notes)
-    assert later
-    assert all(one.program is not None for one in later)
+    found = pipeline_state_of(ours).denoisers["transformer"].compilations
+    assert len(found) > 1, "the first call returns the keys that others take"
+    assert all(one.program is not None and not one.reasons for one in found)
     assert "object at 0x" not in maskfx.explain(ours), "a note of its own for every request"
 
 

@@ -1,14 +1,20 @@
 """Objects among the arguments of a denoiser: read ones narrow, written ones are the caller's."""
 
+from typing import Any
+
 import pytest
 import torch
+from diffusers.models.transformers.transformer_flux2 import (
+    Flux2KVAttnProcessor,
+    Flux2KVParallelSelfAttnProcessor,
+)
 
 import maskfx
 from maskfx import DenseStep, EditStep, RecordStep
 from tests.factories.masks import MASKS
 from tests.factories.own_calls import HeldKeys, LayerKeys, with_keys
 from tests.factories.own_cases import OWN
-from tests.factories.zoo import Size
+from tests.factories.zoo import ZOO, Draw, Size
 from tests.runtime.test_oracle import assert_near
 
 CASE = OWN["handed-keys"]
@@ -96,3 +102,44 @@ def test_an_edit_reads_the_keys_of_its_own_object() -> None:
     everywhere = torch.ones(CASE.mask_shape(SIZE), dtype=torch.bool)
     found = denoiser.edit([EditStep(other, everywhere, cache)])[0]
     assert_near(found, module(**other), "with other keys")
+
+
+@pytest.mark.parametrize("references", [5, 12])
+@torch.no_grad()
+def test_a_call_that_returns_the_keys_of_references_edits_on_rows(references: int) -> None:
+    """The keys of the first tokens and the number of these are in an object of the result."""
+    case = ZOO["Flux2Transformer2DModel-klein"]
+
+    def inputs(size: Size, seed: int) -> dict[str, Any]:
+        given = case.inputs(size, seed)
+        first = Draw(seed + 90).normal(size.batch, references, given["hidden_states"].shape[-1])
+        places = given["img_ids"][..., :references, :].clone()
+        places[..., 0] += 10
+        given["hidden_states"] = torch.cat([first, given["hidden_states"]], 1)
+        given["img_ids"] = torch.cat([places, given["img_ids"]], -2)
+        return {**given, "kv_cache_mode": "extract", "num_ref_tokens": references}
+
+    def leaves(result: Any) -> tuple[list[torch.Tensor], list[object]]:
+        picture, held = result
+        layers = [*held.double_block_caches, *held.single_block_caches]
+        found = [t for layer in layers for t in (layer.k_ref, layer.v_ref)]
+        return [picture, *found], [type(held), held.num_ref_tokens]
+
+    module: Any = case.build()
+    for block in module.transformer_blocks:
+        block.attn.set_processor(Flux2KVAttnProcessor())
+    for block in module.single_transformer_blocks:
+        block.attn.set_processor(Flux2KVParallelSelfAttnProcessor())
+    denoiser, steps, wanted = maskfx.compile(module), [], []
+    for seed, size in enumerate(case.sizes[:3]):
+        _, cache = denoiser.record(**inputs(size, seed))
+        mask = MASKS["random"]((references + size.height * size.width,), seed)
+        mask[:references] = False
+        steps.append(EditStep(inputs(size, seed), mask, cache))
+        wanted.append(module(**inputs(size, seed)))
+    for one, other in zip(denoiser.edit(steps), wanted, strict=True):
+        (found, facts), (expected, said) = leaves(one), leaves(other)
+        assert facts == said
+        for tensor, right in zip(found, expected, strict=True):
+            assert_near(tensor, right)
+    assert all(one.program is not None and not one.reasons for one in denoiser.compilations)

@@ -30,7 +30,7 @@ from maskfx.errors import CaptureError
 from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.lent_methods import lent
 from maskfx.ir.nodes import ancestors
-from maskfx.ir.objects import Watched, copy_tree, made_object, open_objects
+from maskfx.ir.objects import Watched, closed_object, copy_tree, open_objects
 
 
 class Unexportable(CaptureError):
@@ -163,7 +163,7 @@ def full_run(
     if name := watched.written():
         raise Unexportable(f"it writes into its argument {name}")
     open_objects(result)
-    if made := made_object(result):
+    if made := closed_object(result):
         raise Unexportable(f"it returns an object of its own call ({made})")
     return found
 

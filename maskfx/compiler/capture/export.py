@@ -112,16 +112,18 @@ def export(
     inputs: Mapping[str, object],
     leaves: Sequence[Argument],
     symbolic: bool,
+    numbers: bool = True,
 ) -> torch.export.ExportedProgram:
     """Run torch.export with every dimension that has a role set to `Dim.AUTO`.
 
-    So are integers among the arguments, such as image sizes from which a model makes positions.
-    The export fixes those that Python branches on.
+    So are integers among the arguments, such as image sizes from which a model makes positions,
+    unless the module returns one of them. The export fixes those that Python branches on.
     """
 
     def dims(leaf: Argument, value: object) -> object:
         if not leaf.tensor:
-            return Dim.AUTO if symbolic and type(value) is int and value > 1 else None
+            free = symbolic and numbers and type(value) is int and value > 1
+            return Dim.AUTO if free else None
         fixed = ("", "frames")
         return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if r not in fixed and symbolic}
 
@@ -144,10 +146,17 @@ def export(
         program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
         routings.check()
         free_multiples(program)
+        returned = pytree.tree_leaves(program.graph.output_node().args[0])
+        fixes = numbers and any(is_number(node) for node in returned)
         nodes = [n for g in graphs(program.graph_module) for n in g.nodes]
         if any(is_write(n) or turns_on_autocast(n) for n in nodes):
             program = program.run_decompositions({})  # casts of autocast become operators
-    return program
+    return export(module, inputs, leaves, symbolic, numbers=False) if fixes else program
+
+
+def is_number(node: object) -> bool:
+    """Return True for a symbolic number among a graph's results."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def turns_on_autocast(node: fx.Node) -> bool:

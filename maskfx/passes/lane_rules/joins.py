@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import fx
 from torch.types import IntLikeType
 
+from maskfx.ir.cuts import piece_of
 from maskfx.ir.lanes import (
     SITES,
     Batch,
@@ -30,7 +32,7 @@ from maskfx.ir.pyramid import Level
 from maskfx.passes.context import argument, node_value, nodes_at
 from maskfx.passes.lane_rules.cuts import note_cut
 from maskfx.passes.lane_rules.edges import JOINS, edge_joined, is_picture_axis
-from maskfx.passes.lane_rules.marker import Marker, Rules, same_part
+from maskfx.passes.lane_rules.marker import Marker, Rules, is_repeated, same_part
 from maskfx.passes.lane_rules.token_pads import fill_up, has_site, surrounded
 from maskfx.passes.lane_rules.windows import axis_number, placed, reached
 from maskfx.passes.mark_stages import STEP, stage_of
@@ -57,6 +59,8 @@ def cat(m: Marker, node: fx.Node) -> Lane:
         if stage_of(nodes[edge]) != STEP:  # it has the other axis of the larger picture
             set_lane(nodes[edge], at_level(m.need(nodes[edge]), level))
         return at_level(lane, level)
+    repeat_at_parts(m, node, nodes, axis)
+    lanes = [m.need(n) for n in nodes]
     dims = m.unify(nodes, out, free=axis, to=node)
     parts = [lane_of(n).dims[axis] for n in nodes]  # type: ignore[union-attr]
     sizes = [node_shape(n)[axis] for n in nodes]
@@ -76,6 +80,25 @@ def cat(m: Marker, node: fx.Node) -> Lane:
             raise NotLaned(f"it joins {lane} along dimension {axis}")
     dims[axis] = (Tokens(tuple(segments)),)
     return Lane(tuple(dims))
+
+
+def repeat_at_parts(m: Marker, node: fx.Node, nodes: Sequence[fx.Node], axis: int) -> None:
+    """Mark values that are repeated along an axis of tokens as rows of the part they stand at."""
+    repeated = [n for n in nodes if m.need(n).is_feature_dim(axis) and is_repeated(n, axis)]
+    if not repeated or not any(has_site(m.need(n).dims[axis]) for n in nodes):
+        return
+    known = m.read_dim(node.meta["val"].shape[axis], axis == 0)
+    segments = known[0].segments if known and isinstance(known[0], Tokens) else ()
+    sizes = [m.ctx.pyramid.segment_size(s) for s in segments]
+    starts = {(sum(sizes[:i]), sizes[i]): segments[i] for i in range(len(segments))}
+    at = 0
+    for other in nodes:
+        size = node_shape(other)[axis]
+        part = starts.get((at, size))
+        if other in repeated and part is not None and piece_of(part) is not None:
+            dims = m.need(other).dims
+            set_lane(other, Lane((*dims[:axis], (Tokens((part,)),), *dims[axis + 1 :])))
+        at += size
 
 
 @rule("stack")
