@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m training.forecasts unet dit
 
-Runs `maskfx fit-forecast` with captions of the training's scenes, for pictures from noise and from
-a picture. `training.build` makes the pipeline's folder anew, so this comes after it. Takes about
-10 minutes per pipeline.
+Runs `maskfx fit-forecast` with prompts that name a thing of the training's scenes, for pictures
+from noise and from a picture. `training.build` makes the pipeline's folder anew, so this comes
+after it. Takes about 10 minutes per pipeline.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 import sys
 
+import numpy as np
+
 from maskfx.cli.fit_forecast import fit_forecast_of
 from maskfx.serve.config import ServeSettings
 from maskfx.shipped import names
-from training.judges import prompts
+from training.captions import caption_of
+from training.scenes import draw_scene
 
 RUNS = 12
 # steps, strength, `every` and `least` of what is fitted
@@ -27,6 +30,15 @@ FITTED = (
     (20, 0.6, 11, 2),
     (25, 1.0, 5, 2),
 )
+
+
+def prompts(count: int) -> list[str]:
+    """Return prompts that name a thing, as those of edits do, another for each run."""
+    found = []
+    for number in range(count):
+        scene = draw_scene("train", number)
+        found.append(caption_of(scene.things[0], scene, np.random.default_rng((15, number))))
+    return found
 
 
 def main() -> int:

@@ -4,7 +4,8 @@ Between two computed steps a run's latents follow from what is known when they b
 the outputs so far, and the rule by which the scheduler steps, which is linear and is measured too.
 So one gap after another is fitted: at each step the weights are those with which the next latents
 come closest, in least squares, to the latents of the runs that compute all steps. An error of the
-steps before is corrected by that, as far as the known outputs can.
+steps before is corrected by that, as far as the known outputs can. The errors of each run count
+relative to its output, so that runs with large outputs don't decide for all.
 """
 
 from __future__ import annotations
@@ -44,9 +45,16 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([one.double().flatten() for one in tensors])
 
 
-def solve(terms: Sequence[Tensor], wanted: Tensor, ridge: float = 0.0) -> Tensor:
-    """Return the weights with which the terms come closest to what is wanted."""
+def solve(
+    terms: Sequence[Tensor], wanted: Tensor, shares: Tensor | None = None, ridge: float = 0.0
+) -> Tensor:
+    """Return the weights with which the terms come closest to what is wanted.
+
+    `shares` weighs the elements; None weighs them equally.
+    """
     table = torch.stack(list(terms), 1)
+    if shares is not None:
+        table, wanted = table * shares[:, None], wanted * shares
     squares = table.T @ table
     squares += torch.diag(ridge * squares.diagonal())
     found: Tensor = torch.linalg.lstsq(squares, (table.T @ wanted)[:, None]).solution
@@ -123,7 +131,10 @@ def fit_gap(
         rule = StepRule.measured(full, step)
         wanted, rest = flat([log.after[step] for log in full]), rule.rest(latents, outputs)
         terms = [latents[-1], *known]
-        weights = solve(terms, (wanted - rest) / rule.weights[1], RIDGE)
+        shares = flat(
+            [torch.ones_like(log.outputs[step]) / log.outputs[step].norm() for log in full]
+        )
+        weights = solve(terms, (wanted - rest) / rule.weights[1], shares, RIDGE)
         output = (torch.stack(terms, 1) @ weights[:, None])[:, 0]
         scale = sum(log.scales[step] for log in full) / len(full)
         found[step] = (float(weights[0]) / scale, *weights[1:].tolist())

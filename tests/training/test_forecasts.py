@@ -1,0 +1,60 @@
+"""The fitted forecasts that ship beside the trained pipelines."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import maskfx
+from bench.quality.metrics import ssim
+from maskfx.cli.training_runs import arguments_for
+from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.runtime.reuse.fitted_forecast import FILE, load_table
+from maskfx.runtime.reuse.step_selection import StepSelection
+from maskfx.serve.models.model_source import load_pipeline, told_by
+from maskfx.serve.models.pipeline_set import PipelineSet
+from maskfx.shipped import FOLDER, names
+from training.forecasts import FITTED
+
+each = pytest.mark.parametrize("name", names())
+
+
+@each
+def test_a_table_has_each_schedule_and_selection(name: str) -> None:
+    table = load_table(FOLDER / name / FILE)
+    found = [(len(run.times), run.computed) for run in table.runs]
+    wanted = []
+    for steps, strength, every, least in FITTED:
+        calls, selection = int(steps * strength), StepSelection(every, least=least)
+        chosen = tuple(n for n in range(calls) if selection.computes(n, calls))
+        wanted.append((calls, chosen))
+    assert found == wanted
+    assert table.denoiser == ("unet" if name == "unet" else "transformer")
+    assert (FOLDER / name / FILE).stat().st_size < 20_000
+
+
+@pytest.mark.slow
+@each
+def test_pictures_that_no_weights_were_fitted_on_are_closer_than_by_extrapolation(
+    name: str,
+) -> None:
+    pipe = load_pipeline(name, "float32", "cpu")
+    family = PipelineSet.of(pipe, maskfx.compile, told_by(name))
+    member = family.main
+    likeness: dict[str, list[float]] = {"output": [], "fitted": []}
+    for seed, prompt in ((70, "a shiny red ball on the sand"), (71, "a blue cube on the grass")):
+        made = {}
+        for kind in ("dense", *likeness):
+            given = arguments_for(family, member, seed, 20, prompt, 1.0)
+            quality = maskfx.Quality(every=7, least=2, unmasked=True)
+            if kind == "dense":
+                quality = maskfx.Quality()
+            elif kind == "fitted":
+                quality = maskfx.Quality(every=7, least=2, unmasked=True, forecast="fitted")
+            with torch.no_grad():
+                made[kind] = np.asarray(member.pipe(**given, quality=quality).images[0])
+        for kind, found in likeness.items():
+            found.append(ssim(made[kind], made["dense"]))
+    assert sum(likeness["fitted"]) > sum(likeness["output"]) + 0.005, likeness
+    assert not any("no weights" in note for note in pipeline_state_of(member.pipe).notes)
