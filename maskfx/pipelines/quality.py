@@ -15,7 +15,7 @@ TIMES = ("sync", "late")
 CHOICES: dict[str, tuple[str, ...]] = {
     "reuse": ("template", "steps", "auto"),
     "vae": ("auto", "full", "mask"),
-    "forecast": ("output", "clean", "fitted"),
+    "forecast": ("output", "clean", "fitted", "auto"),
     "control": TIMES,
     "parallel": TIMES,
 }
@@ -53,7 +53,7 @@ class Quality:
             outputs. "fitted": outputs by weights of the latents and of all outputs computed before,
             which `maskfx fit-forecast` fits on the model's own runs and keeps in its folder.
             Applies to the schedules and selections of steps that were fitted; others extrapolate
-            outputs.
+            outputs, which explain() reports. "auto": the same, without a report.
         feather: Width in pixels, inside the mask's edge, over which the new image fades in.
             Defaults to 0.
         reuse: "template" (default) records a missing template, then edits it. "steps" needs none:

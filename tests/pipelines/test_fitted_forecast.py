@@ -24,6 +24,7 @@ from tests.factories.pipelines import PIPES, anew, call_of, compiled, latents, p
 FLUX, SD = "FluxInpaintPipeline", "StableDiffusionInpaintPipeline"
 GUIDED = "FluxInpaintPipeline-truecfg"
 STEPS = 10
+KINDS = ("output", "fitted", "auto")
 SELECTION = StepSelection(every=4, least=2)
 RUN = FittedRun((900.0, 600.0, 300.0, 0.0), (0, 2), {1: (0.5, 2.0), 3: (0.1, 0.2, 0.3)})
 
@@ -206,6 +207,24 @@ def test_what_was_not_fitted_is_extrapolated_and_noted(there: bool, place: Any) 
     assert unfitted(pipe)
     wanted = latents(pipe, **call(FLUX, 1, **given), quality=quality("output"))
     assert torch.equal(found, wanted)
+
+
+def test_auto_uses_them_and_says_nothing_where_there_are_none(place: Any, tmp_path: Path) -> None:
+    pipe = place(FLUX, fitted(FLUX).run)
+    made = {kind: latents(pipe, **call(FLUX, 2), quality=quality(kind)) for kind in KINDS}
+    assert torch.equal(made["auto"], made["fitted"])
+    assert not torch.equal(made["auto"], made["output"])
+    for kind in ("output", "auto"):
+        given = call(FLUX, 2, num_inference_steps=13)
+        made[kind] = latents(pipe, **given, quality=quality(kind))
+    assert torch.equal(made["auto"], made["output"])
+    assert not unfitted(pipe)
+    (tmp_path / FILE).write_text("{")
+    with pytest.raises(InputError, match="can't be read"):
+        latents(pipe, **call(FLUX, 2))
+    found = latents(pipe, **call(FLUX, 2), quality=quality("auto"))
+    assert torch.equal(found, latents(pipe, **call(FLUX, 2), quality=quality("output")))
+    assert any("can't be read" in note for note in pipeline_state_of(pipe).notes)
 
 
 def test_edits_use_them_too(place: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from maskfx.errors import InputError
 from maskfx.pipelines.model_folders import model_folders
 from maskfx.pipelines.schedules.schedule import schedulers_of, times_of
 from maskfx.runtime.reuse.clean import KINDS, Mixture, latents_like
@@ -33,8 +34,9 @@ class Forecasts:
         pipe: The pipeline, whose scheduler has the noise level of each timestep.
         kind: What is continued: "output", "clean" latents, or outputs by "fitted" weights. Where
             clean latents don't follow from an output (other kinds of denoisers, timesteps that
-            aren't the scheduler's), or no weights were fitted, outputs are continued. A table of
-            weights stands for itself.
+            aren't the scheduler's), or no weights were fitted, outputs are continued; "auto" is
+            "fitted" without a note of that, also where their file is damaged. A table of weights
+            stands for itself.
         modules: The denoisers by name, in whose models' folders tables of weights are.
         note: Receives what `explain()` prints.
     """
@@ -92,20 +94,30 @@ class Forecasts:
             if table is None:
                 self._curves[key] = Curve(STRAIGHT) if self._converts.get(key) else Curve()
             else:
-                self._curves[key] = FittedCurve(table=table, lacks=lambda: self.note(UNFITTED))
+                self._curves[key] = FittedCurve(table=table, lacks=self._lacks)
         return self._curves[key]
 
     def _table(self, name: str) -> ForecastTable | None:
         """Return the fitted weights of a denoiser; None where others are continued."""
         if isinstance(self.kind, ForecastTable):
             return self.kind if self.kind.denoiser == name else None
-        module = self.modules(name) if self.kind == "fitted" else None
+        module = self.modules(name) if self.kind in ("fitted", "auto") else None
         if module is None:
             return None
-        table = table_in(model_folders(module))
+        try:
+            table = table_in(model_folders(module))
+        except InputError as error:
+            if self.kind == "fitted":
+                raise
+            self.note(f"outputs are extrapolated: {error}")
+            return None
         if table is None:
-            self.note(f"{name}: {UNFITTED}")
+            self._lacks()
         return table if table is None or table.denoiser == name else None
+
+    def _lacks(self) -> None:
+        if self.kind == "fitted":
+            self.note(UNFITTED)
 
 
 def converted(result: object, convert: Callable[[Tensor], Tensor]) -> object:
