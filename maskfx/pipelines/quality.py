@@ -138,7 +138,8 @@ class Quality:
     def whole(self, name: str) -> Quality:
         """Return the quality with the steps of a name in `WHOLE`, in calls without a mask too."""
         chosen = WHOLE[name]
-        return replace(self, every=chosen.every, least=chosen.least, unmasked=chosen.skips)
+        every, least, skips = chosen.every, chosen.least, chosen.skips
+        return replace(self, every=every, least=least, unmasked=skips, forecast="auto")
 
     @property
     def codes(self) -> bool:
@@ -184,9 +185,5 @@ NAMED = {
     "faithful": Quality(margin=4, every=4, refresh=4),
     "all-steps": Quality(),
 }
-NAMED |= {
-    name: Quality(margin=2, every=chosen.every, least=chosen.least, unmasked=True)
-    for name, chosen in WHOLE.items()
-    if name not in NAMED
-}
+NAMED |= {name: Quality(margin=2).whole(name) for name in WHOLE if name not in NAMED}
 DEFAULT = "balanced"
