@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from maskfx.runtime.reuse.fitted_forecast import ForecastTable
 from training.adapters import STRENGTH
 
 KIND = {
@@ -276,3 +277,24 @@ def at_one(edges: dict[str, dict[str, float]]) -> str:
         f" With `controlnet_conditioning_scale=1` and the colour alone, {found['shape']:.1%} and "
         f"{found['colour']:.1%}."
     )
+
+
+def forecast_section(name: str, table: ForecastTable) -> str:
+    """Return the part of a pipeline's card that is about its fitted forecasts."""
+    rows = "\n".join(
+        f"| {len(run.times)}, from {run.times[0]:.4g} | {', '.join(map(str, run.computed))} |"
+        for run in table.runs
+    )
+    return f"""## Forecasts
+
+`forecasts.json` has the weights by which outputs of skipped steps follow from the latents and \
+from outputs computed before (`maskfx.Quality(forecast="fitted")`), for these schedules and steps:
+
+| calls, from the time | computed |
+|---|---|
+{rows}
+
+```bash
+python -m training.forecasts {name}
+```
+"""

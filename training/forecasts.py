@@ -15,9 +15,11 @@ import sys
 import numpy as np
 
 from maskfx.cli.fit_forecast import fit_forecast_of
+from maskfx.runtime.reuse.fitted_forecast import FILE, load_table
 from maskfx.serve.config import ServeSettings
-from maskfx.shipped import names
+from maskfx.shipped import FOLDER, names
 from training.captions import caption_of
+from training.cards import forecast_section
 from training.scenes import draw_scene
 
 RUNS = 12
@@ -41,6 +43,15 @@ def prompts(count: int) -> list[str]:
     return found
 
 
+def write_section(name: str) -> None:
+    """Write what was fitted into the pipeline's card, before the part about its judge."""
+    path = FOLDER / name / "README.md"
+    begin, mark, judge = path.read_text(encoding="utf-8").partition("## Judge\n")
+    begin, _, _ = begin.partition("## Forecasts\n")
+    section = forecast_section(name, load_table(FOLDER / name / FILE))
+    path.write_text(f"{begin.rstrip()}\n\n{section}\n{mark}{judge}", encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="+", choices=names())
@@ -51,6 +62,7 @@ def main() -> int:
         settings = ServeSettings(model=name)
         for steps, strength, every, least in FITTED:
             fit_forecast_of(settings, None, every, least, steps, strength, given.runs, captions)
+        write_section(name)
     return 0
 
 
