@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,12 +41,19 @@ def compiled_by_torch(module: nn.Module) -> nn.Module:
     return found
 
 
+def replicas(module: nn.Module) -> nn.Module:
+    """Return replicas without devices, whichever other tests have registered."""
+    place = "torch.nn.parallel.data_parallel._get_available_device_type"
+    with mock.patch(place, return_value=None):
+        return nn.DataParallel(module)
+
+
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "own": Wrapper,
     "torch.compile": compiled_by_torch,
     "adapter": with_adapter,
     "compiled adapter": lambda module: compiled_by_torch(with_adapter(module)),
-    "replicas": nn.DataParallel,
+    "replicas": replicas,
     "averaged": AveragedModel,
 }
 

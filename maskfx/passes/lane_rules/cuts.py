@@ -76,6 +76,8 @@ def note_cut(
     whole, part = piece_of(segment) or (segment, 0)
     if role_of(whole) not in ctx.symbols or whole.partition("@")[1]:
         return False
+    if not is_image(whole) and ctx.pyramid.frames > 1:
+        return False  # each frame may have a text of its own
     before = [size_expr(ctx, numbers, s) for s in segments[:number]]
     if any(size is None for size in before):
         return False
