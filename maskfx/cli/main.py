@@ -13,7 +13,18 @@ from typing import Annotated
 import typer
 
 import maskfx
-from maskfx.cli.options import Config, Directory, Model, ModelOption, More, given, settled
+from maskfx.cli.options import (
+    Config,
+    DataType,
+    Device,
+    Directory,
+    Model,
+    ModelOption,
+    More,
+    Prompts,
+    given,
+    settled,
+)
 from maskfx.errors import InputError
 
 # extras of pyproject.toml, and the packages that they install, as an import names them
@@ -110,7 +121,7 @@ def serve(
     ] = None,
     ranks: Annotated[int | None, given("Processes that share a worker's steps.")] = None,
     quality: Annotated[str | None, given("fast, balanced or faithful.")] = None,
-    device: Annotated[str | None, given("cpu, cuda, cuda:1.")] = None,
+    device: Device = None,
     dtype: Annotated[str | None, given("float32, bfloat16 or float16.")] = None,
     helpers: Annotated[str | None, given("Encoders beside the steps: auto, on or off.")] = None,
     cache_dir: Annotated[str | None, given("Templates: a directory, or a URL.")] = None,
@@ -255,9 +266,9 @@ def train_judge(
     tolerance: Annotated[
         float, typer.Option(help="The relative error of a patch's output that isn't tolerated.")
     ] = 0.1,
-    prompt: Annotated[list[str] | None, given("May be repeated; default: a few.")] = None,
-    device: Annotated[str | None, given("cpu, cuda, cuda:1.")] = None,
-    dtype: Annotated[str | None, given("float32, bfloat16 or float16.")] = None,
+    prompt: Prompts = None,
+    device: Device = None,
+    dtype: DataType = None,
     config: Config = None,
 ) -> int:
     """Train what decides which patches of a model are computed (maskfx.PatchReuse)."""
@@ -278,9 +289,9 @@ def fit_forecast(
     steps: Annotated[int | None, given("Denoising steps.")] = None,
     strength: Annotated[float | None, given("How far from a picture, 0 to 1.")] = None,
     runs: Annotated[int, typer.Option(help="Pictures to make, and as many again per gap.")] = 12,
-    prompt: Annotated[list[str] | None, given("May be repeated; default: a few.")] = None,
-    device: Annotated[str | None, given("cpu, cuda, cuda:1.")] = None,
-    dtype: Annotated[str | None, given("float32, bfloat16 or float16.")] = None,
+    prompt: Prompts = None,
+    device: Device = None,
+    dtype: DataType = None,
     config: Config = None,
 ) -> int:
     """Fit how the outputs of skipped steps follow from others (Quality(forecast="fitted"))."""

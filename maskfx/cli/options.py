@@ -42,6 +42,11 @@ def given(help: str, *names: str) -> object:
     return typer.Option(*names, help=help, show_default=False)
 
 
+Prompts = Annotated[list[str] | None, given("May be repeated; default: a few.")]
+Device = Annotated[str | None, given("cpu, cuda, cuda:1.")]
+DataType = Annotated[str | None, given("float32, bfloat16 or float16.")]
+
+
 def settled(named: Mapping[str, object], more: list[str] | None, config: Path | None) -> Effective:
     """Return the effective settings: the command line's, and all other sources."""
     from maskfx.serve.config import configure

@@ -88,7 +88,7 @@ def fit_forecasts(
 ) -> FitReport:
     """Fit the forecasts of a selection of steps.
 
-    Every call runs once in full, and once for each gap of the selection, up to its end.
+    Every call runs once with all steps, and once for each gap of the selection.
 
     Args:
         pipe: A compiled pipeline.
@@ -138,11 +138,14 @@ def logged(pipe: Pipeline, call: Mapping[str, object], handler: LoggingHandler) 
             "fitted for pipelines with one"
         )
     [scheduler], log = schedulers, RunLog()
+    before = vars(scheduler).get("step")
     vars(scheduler)["step"] = logged_step(scheduler.step, log)
     try:
         call_of(pipe, (), call, Quality(unmasked=True)).run(handler)
     finally:
         del vars(scheduler)["step"]
+        if before is not None:
+            vars(scheduler)["step"] = before
     log.times = [handler.times[step] for step in sorted(handler.times)]
     for step, latents in enumerate(log.before):
         given = handler.given.get(step)

@@ -34,9 +34,9 @@ class Forecasts:
         pipe: The pipeline, whose scheduler has the noise level of each timestep.
         kind: What is continued: "output", "clean" latents, or outputs by "fitted" weights. Where
             clean latents don't follow from an output (other kinds of denoisers, timesteps that
-            aren't the scheduler's), or no weights were fitted, outputs are continued; "auto" is
-            "fitted" without a note of that, also where their file is damaged. A table of weights
-            stands for itself.
+            aren't the scheduler's), or no weights were fitted, outputs are continued, which is
+            noted; "auto" is "fitted" without that note, and notes a damaged file in place of
+            raising. A table of weights stands for itself.
         modules: The denoisers by name, in whose models' folders tables of weights are.
         note: Receives what `explain()` prints.
     """

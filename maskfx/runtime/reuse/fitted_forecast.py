@@ -76,7 +76,7 @@ class ForecastTable:
     Args:
         denoiser: Its name among the pipeline's components.
         runs: One for each schedule and selection.
-        card: How they were fitted, and how close they come.
+        card: The model and the pipeline on whose runs they were fitted.
     """
 
     denoiser: str
@@ -161,28 +161,22 @@ class FittedCurve(Curve):
     kept: int | None = None
     table: ForecastTable = field(default_factory=lambda: ForecastTable(""))
     lacks: Callable[[], None] = lambda: None
-    _steps: dict[int, float] = field(default_factory=dict)  # times of the computed steps
-
-    def learn(self, times: Times, result: object) -> None:
-        super().learn(times, result)
-        now = self.answers[-1].at
-        self._steps = {a.at: self._steps.get(a.at, 0.0) for a in self.answers} | {now: times[0]}
 
     def forecast(self, times: Times, inputs: Mapping[str, object], count: int | None) -> Any:
         """Return the output of a call that isn't computed; None before any output is known.
 
         `count` is the number of steps of the run, if it is known.
         """
-        guess = self.at(times)
-        if guess is None:
+        now = self._place(times)
+        if not self.answers:
             return None
-        latents = latents_like(list(inputs.values()), guess)
-        weights = None
+        latents, weights = latents_like(list(inputs.values()), self.answers[-1].leaves), None
         if latents is not None and len(set(times)) == 1:
-            known, now = list(self._steps.items()), self._place(times)
+            known = [(answer.at, answer.times[0]) for answer in self.answers]
             weights = self.table.weights(known, now, times[0], count)
         if weights is None:
             self.lacks()
-            return guess
+            return self.at(times)
         outputs: list[Tensor] = [answer.leaves[0] for answer in self.answers]
-        return pytree.tree_map(lambda _: weighted([latents, *outputs], [weights]), guess)
+        found = weighted([latents, *outputs], [weights])
+        return pytree.tree_unflatten([found], self.answers[-1].spec)

@@ -17,6 +17,7 @@ BENT = 0.5  # weight of that parabola, which overshoots, against the line throug
 @dataclass(frozen=True)
 class Answer:
     at: int
+    times: Times
     leaves: list[Any]
     spec: pytree.TreeSpec
 
@@ -43,7 +44,7 @@ class Curve:
         leaves, spec = pytree.tree_flatten(result)
         now = self._place(times)
         kept = [a for a in self.answers if a.at != now and fits(a, leaves, spec)]
-        kept.append(Answer(now, [copy_of(leaf) for leaf in leaves], spec))
+        kept.append(Answer(now, times, [copy_of(leaf) for leaf in leaves], spec))
         self.answers = kept if self.kept is None else kept[-self.kept :]
 
     def at(self, times: Times) -> Any:
