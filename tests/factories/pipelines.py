@@ -614,9 +614,16 @@ def distance(a: Any, b: Any) -> float:
 # Compiled ones, for tests that leave them as they are.
 
 
-@cache
 def plain(name: str) -> Any:
-    return PIPES[name].build()
+    pipe, kind = built(name)
+    assert type(pipe) is kind, f"a test before this one made the {name} that all share a {pipe}"
+    return pipe
+
+
+@cache
+def built(name: str) -> tuple[Any, type]:
+    pipe = PIPES[name].build()
+    return pipe, type(pipe)
 
 
 @cache

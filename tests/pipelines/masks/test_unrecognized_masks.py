@@ -10,7 +10,7 @@ from PIL import Image
 
 import maskfx
 from maskfx.pipelines.masks.unrecognized_masks import reason, unrecognized_masks
-from tests.factories.pipelines import PIPES, call_of, latents, plain, square
+from tests.factories.pipelines import PIPES, call_of, latents, square
 
 PICTURE = Image.new("L", (32, 32), 255)
 
@@ -37,7 +37,7 @@ def test_the_names_that_a_video_may_use_are_given() -> None:
 
 def test_a_renamed_mask_is_explained(caplog: pytest.LogCaptureFixture) -> None:
     name = "StableDiffusionInpaintPipeline"
-    pipe = plain(name)
+    pipe = PIPES[name].build()
 
     class Renamed(type(pipe)):  # type: ignore[misc]
         def __call__(self, image: Any = None, mask: Any = None, **more: Any) -> Any:
@@ -56,6 +56,6 @@ def test_a_renamed_mask_is_explained(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_text_to_image_notes_no_mask() -> None:
     name = "StableDiffusionPipeline"
-    pipe = maskfx.compile(plain(name))
+    pipe = maskfx.compile(PIPES[name].build())
     latents(pipe, **call_of(PIPES[name]))
     assert "mask is recognized" not in maskfx.explain(pipe)
