@@ -39,8 +39,10 @@ class Painter(FakeFrontend):
         self, request: Request, pictures: Pictures
     ) -> AsyncIterator[Preview | Finished]:
         self.asked.append(Asked(request, pictures))
-        picture, mask, done = pictures.images[0], pictures.mask, False
-        assert mask is not None
+        done = False
+        picture, mask = pictures.images[0] if pictures.images else drawn(request), pictures.mask
+        if mask is None:
+            mask = np.ones(picture.shape[:2], bool)
         try:
             for index in range(request.previews):
                 self.fail_after(index)
@@ -67,6 +69,14 @@ class Painter(FakeFrontend):
 
     def serve_models(self, *cards: Card) -> None:
         self._cards = cards
+
+
+def drawn(request: Request) -> Pixels:
+    """A picture from nothing: squares of 8 pixels in colours of the seed."""
+    width, height = request.size or CARD.size
+    draw = np.random.default_rng(request.seed)
+    squares = draw.integers(0, 256, (height // 8, width // 8, 3), np.uint8)
+    return squares.repeat(8, 0).repeat(8, 1)
 
 
 def tinted(picture: Pixels, mask: Mask, strength: float) -> Pixels:

@@ -25,7 +25,7 @@ from maskfx.serve.config import Limits, ServeSettings
 from maskfx.serve.errors import ApiError
 from maskfx.serve.http import create_app, make_server
 from maskfx.serve.request import ModelState
-from tests.serve.painter import CARD, Painter, pooled, tinted
+from tests.serve.painter import CARD, Painter, drawn, pooled, tinted
 from tests.serve.served import until
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -39,17 +39,20 @@ SIDE = 256  # of the examples: the model's size
 
 
 class Wire:
-    """Stands around the app: keeps the bodies of edits, and cuts the answer if it is ordered to."""
+    """Stands around the app: keeps the bodies of calls, and cuts the answer if it is ordered to."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
         self.edits: list[dict[str, bytes]] = []
+        self.generations: list[dict[str, bytes]] = []
         self.cut_after: int | None = None  # pieces of an answer
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] != "/v1/images/edits":
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path not in ("/v1/images/edits", "/v1/images/generations"):
             await self.app(scope, receive, send)
             return
+        kept = self.edits if path.endswith("edits") else self.generations
         body = bytearray()
         sent = 0
 
@@ -57,7 +60,7 @@ class Wire:
             message = await receive()
             body.extend(message.get("body", b""))
             if message["type"] == "http.request" and not message.get("more_body"):
-                self.edits.append(fields(dict(scope["headers"])[b"content-type"], bytes(body)))
+                kept.append(fields(dict(scope["headers"])[b"content-type"], bytes(body)))
             return message
 
         async def cut(message: Any) -> None:
@@ -136,6 +139,7 @@ def standing() -> Iterator[Serving]:
 def serving(standing: Serving) -> Serving:
     standing.painter.__init__()  # type: ignore[misc]  # as if new
     standing.wire.edits.clear()
+    standing.wire.generations.clear()
     standing.wire.cut_after = None
     return standing
 
@@ -919,10 +923,128 @@ def test_guiding_pictures_fit_on_a_phone(visit: Visit, painter: Painter) -> None
         assert box["x"] + box["width"] <= 360 - 16, input
 
 
-# when things go wrong
+# pictures from text
 
 
 FULL = ApiError("queue_full", "256 requests wait.", retry_after=3)
+MAKING = replace(CARD, generates=True, size=(256, 192))
+
+
+@pytest.fixture
+def making(visit: Visit, painter: Painter) -> Any:
+    """The page of a model that makes pictures, at its start, with a prompt."""
+    painter.serve_models(MAKING)
+    page = visit()
+    page.get_by_role("button", name="Make one from text").click()
+    expect(page.get_by_label("Prompt")).to_be_focused()
+    page.get_by_label("Prompt").fill("a hill")
+    return page
+
+
+def test_a_picture_is_made_from_text_and_edited(making: Any, wire: Wire, painter: Painter) -> None:
+    making.get_by_text("Settings").click()
+    expect(making.get_by_label("Strength")).to_be_hidden()
+    making.get_by_label("Seed").fill("5")
+    making.get_by_label("Size", exact=True).select_option("Portrait: 184 × 272")
+    generate(making)
+    got = {name: value.decode() for name, value in wire.generations[0].items()}
+    assert got == {
+        "model": "painter",
+        "prompt": "a hill",
+        "size": "184x272",
+        "seed": "5",
+        "n": "1",
+        "output_format": "png",
+        "stream": "true",
+        "partial_images": "3",
+    }
+    expect(making.locator("#picture-facts")).to_have_text("Made from text · 184 × 272")
+    expect(making.get_by_role("status")).to_contain_text("Paint what should change next.")
+    expect(making.locator("#speed")).to_be_hidden()
+    expect(making.get_by_role("button", name="Edit this result")).to_be_hidden()
+    expect(making.get_by_label("Size", exact=True)).to_be_hidden()
+    made = tinted(drawn(painter.asked[0].request), np.ones((272, 184), bool), 1.0)
+    drag(making, (60, 70), (150, 90))
+    making.get_by_label("Prompt").fill("a tree")
+    generate(making)
+    sent = picture(wire.edits[0]["image"])
+    assert np.array_equal(sent[..., :3], made), "or the server wouldn't know its own picture"
+    assert "size" not in wire.edits[0]
+    making.get_by_role("button", name="Result 1: a hill").click()
+    expect(making.get_by_label("Prompt")).to_have_value("a hill")
+    expect(making.locator("#site-facts")).to_have_text("Nothing is painted yet")
+    assert np.array_equal(shown(making, 184, 272)[4::8, 4::8], made[4::8, 4::8])
+
+
+def test_making_is_seen_and_cancelled(making: Any, painter: Painter) -> None:
+    painter.gate.clear()
+    making.get_by_role("button", name="Generate").click()
+    expect(making.get_by_role("status")).to_have_text("Preview 1 of 3")
+    expect(making.locator("#tools")).to_be_hidden()
+    request = painter.asked[0].request
+    rough = tinted(drawn(request), np.ones((192, 256), bool), 0.25)
+    assert np.array_equal(shown(making, 256, 192)[4::8, 4::8], rough[4::8, 4::8])
+    making.keyboard.press("Escape")
+    expect(making.get_by_role("button", name="Choose a picture")).to_be_visible()
+    expect(making.get_by_role("status")).to_have_text("Cancelled.")
+    until(lambda: painter.cancelled == [request.id])
+    painter.gate.set()
+    painter.fault = FULL
+    making.get_by_role("button", name="Generate").click()
+    expect(making.get_by_role("alert")).to_contain_text("256 requests wait.")
+    expect(making.get_by_role("button", name="Choose a picture")).to_be_visible()
+    painter.fault = None
+    making.get_by_role("button", name="Try again").click()
+    expect(making.locator("#picture-facts")).to_have_text("Made from text · 256 × 192")
+
+
+def test_one_goes_to_the_start_and_back(making: Any) -> None:
+    making.get_by_role("button", name="Room").click()
+    drag(making, (60, 70), (180, 90))
+    painted = making.locator("#site-facts").inner_text()
+    making.get_by_role("button", name="New picture").click()
+    expect(making.get_by_role("button", name="Choose a picture")).to_be_focused()
+    expect(making.get_by_label("Size", exact=True)).to_be_visible()
+    making.get_by_role("button", name="Back to the picture").click()
+    expect(making.locator("#picture-facts")).to_have_text("Room · 256 × 192")
+    expect(making.locator("#site-facts")).to_have_text(painted)
+    making.get_by_role("button", name="New picture").click()
+    with making.expect_file_chooser():
+        making.get_by_role("button", name="Choose a picture").click()
+
+
+def test_a_model_that_only_edits_makes_no_pictures(visit: Visit, wire: Wire) -> None:
+    page = visit()
+    expect(page.locator("#model-name")).to_have_text("painter")
+    expect(page.get_by_role("button", name="Make one from text")).to_be_hidden()
+    expect(page.get_by_label("Size", exact=True)).to_be_hidden()
+    page.get_by_label("Prompt").fill("a hill")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.get_by_role("alert")).to_contain_text("Choose a picture first.")
+    assert wire.generations == wire.edits == []
+
+
+def test_pictures_are_made_with_guiding_ones(visit: Visit, painter: Painter) -> None:
+    painter.serve_models(replace(GUIDED, generates=True))
+    page = visit()
+    page.get_by_label("Prompt").fill("a hill")
+    page.get_by_text("Guiding pictures").click()
+    expect(row(page, "depth").get_by_role("button", name="Draw edges")).to_be_hidden()
+    give(row(page, "depth"), LINES)
+    generate(page)
+    request, pictures = painter.asked[-1]
+    assert (request.nets, pictures.images) == ("depth", ())
+    assert np.array_equal(pictures.controls[0], LINES)
+    row(page, "edges").get_by_role("button", name="Draw edges").click()
+    page.get_by_role("button", name="New picture").click()
+    expect(row(page, "edges").get_by_role("button", name="Remove")).to_be_hidden()
+    generate(page)
+    assert painter.asked[-1].request.nets == "depth"
+
+
+# when things go wrong
+
+
 FAILED = ApiError("generation_failed", "Not a number at step 3.")
 AWAY = ApiError("no_workers", "No worker is there.", retry_after=5)
 EMPTY = ApiError("mask_empty", "Nothing is masked.", param="mask")

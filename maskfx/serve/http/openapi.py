@@ -93,11 +93,8 @@ def document(app: FastAPI, forms: Forms, settings: ServeSettings) -> Said:
             _failures(operation, path, verb, settings)
     bodies = {
         "/v1/images/edits": {MULTIPART: multipart(forms.edits)},
-        "/v1/images/generations": {JSON: {"schema": schema_of(forms.generations, JsonSchema)}},
-        "/v1/templates": {
-            MULTIPART: multipart(forms.templates),
-            JSON: {"schema": schema_of(forms.templates, JsonSchema)},
-        },
+        "/v1/images/generations": either(forms.generations),
+        "/v1/templates": either(forms.templates),
         "/v1/adapters": {JSON: {"schema": schema_of(forms.adapters, JsonSchema)}},
     }
     for path, content in bodies.items():
@@ -109,6 +106,11 @@ def document(app: FastAPI, forms: Forms, settings: ServeSettings) -> Said:
     if settings.api_key is not None:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return said
+
+
+def either(form: type[Form]) -> Said:
+    """Return the content of a body that is multipart or JSON."""
+    return {MULTIPART: multipart(form), JSON: {"schema": schema_of(form, JsonSchema)}}
 
 
 def multipart(form: type[Form]) -> Said:

@@ -78,19 +78,22 @@ export class Api {
     return models.map(({ id, maskfx }) => ({ id, ...maskfx }));
   }
 
-  /** One edit. Previews go to onPreview as they come; returns the picture and what it took. */
-  async edit(form, { signal, onPreview }) {
-    const response = await this.ask("v1/images/edits", { method: "POST", body: form, signal });
+  /**
+   * One picture, by the route of edits or of generations. Previews go to onPreview as they come;
+   * returns the picture and what it took.
+   */
+  async make(route, form, { signal, onPreview }) {
+    const response = await this.ask(`v1/images/${route}`, { method: "POST", body: form, signal });
     const id = response.headers.get("x-request-id") ?? "";
     for await (const event of this.events(response)) {
       if (event.error) {
         const { message, code, param } = event.error;
         throw new Failure(message, { code, param, id, status: response.status });
       }
-      if (event.type === "image_edit.partial_image") {
+      if (event.type.endsWith(".partial_image")) {
         onPreview(pictureOf(event), event.partial_image_index);
       }
-      if (event.type === "image_edit.completed") {
+      if (event.type.endsWith(".completed")) {
         return { picture: pictureOf(event), facts: event.maskfx ?? {} };
       }
     }

@@ -48,7 +48,6 @@ export class Guides {
     const row = { ...facts, element, part, guide: null };
     part("name").textContent = facts.title;
     part("about").textContent = facts.kind === "ip" ? "IP-Adapter" : "Control";
-    part("edges").hidden = facts.kind === "ip";
     part("mode-field").hidden = !facts.moded;
     for (const name of ["scale", "mode"]) {
       part(name).id = `${facts.key}-${name}`.replaceAll(" ", "-");
@@ -93,15 +92,19 @@ export class Guides {
     const what = { [EDGES]: "edges of the picture" }[guide] ?? guide?.name ?? "no picture";
     part("pick").replaceChildren(...(drawn ? [thumbnail(drawn, SIDE)] : []));
     part("pick").setAttribute("aria-label", `Choose a picture for ${title}: ${what}`);
+    part("edges").hidden = row.kind === "ip" || !this.picture;
     part("remove").hidden = !guide;
     part("choose").hidden = Boolean(guide);
     part("edges").setAttribute("aria-pressed", String(guide === EDGES));
   }
 
-  /** The picture that is edited: edges are those of it. */
-  usePicture({ canvas }) {
-    this.picture = canvas;
-    for (const row of this.rows) if (row.guide === EDGES) this.show(row);
+  /** The picture that is edited, whose edges may be drawn; null: there is none. */
+  usePicture(picture) {
+    this.picture = picture?.canvas ?? null;
+    for (const row of this.rows) {
+      if (row.guide === EDGES && !picture) this.put(row, null);
+      else this.show(row);
+    }
   }
 
   /** What the rows have, to be sent or to be brought back. */
@@ -199,7 +202,7 @@ function named(rows) {
 }
 
 async function add(body, field, { guide }, picture) {
-  body.append(field, await pngOf(canvasOf(guide, picture.canvas)), `${field}.png`);
+  body.append(field, await pngOf(canvasOf(guide, picture?.canvas)), `${field}.png`);
 }
 
 /** Calls take(file) with a picture that is dropped on an element, or pasted into it. */

@@ -9,7 +9,7 @@ import { History } from "./history.js";
 import { receive } from "./inbox.js";
 import { KeyDialog } from "./keydialog.js";
 import { Mask } from "./mask.js";
-import { MOST_PIXELS, decode, pngOf, prepare } from "./picture.js";
+import { MOST_PIXELS, blank, decode, pngOf, prepare } from "./picture.js";
 import { maskPng } from "./png.js";
 import { Report } from "./report.js";
 import { listen } from "./shortcuts.js";
@@ -34,6 +34,7 @@ const door = new KeyDialog($("key-dialog"), api);
 let models = [];
 let card = null;
 let running = null; // the AbortController of the run under way
+let left = null; // the picture and mask from which one came to the start
 let limit = Infinity; // pixels of the picture that are wanted; the server has a limit of its own
 let link = null; // to the result that can be downloaded
 
@@ -66,15 +67,25 @@ function findModelsLater(attempt) {
 
 function useModel(next) {
   card = next;
-  form.suit(card);
   guides.suit(card);
+  suit();
   showExamples();
-  if (stage.picture) {
+  if (hasPicture()) {
     const { source, name, canvas } = stage.picture;
     const fitted = prepare(source, name, needs());
     if (fitted.width !== canvas.width || fitted.height !== canvas.height) usePicture(fitted);
     else stage.setGrid(gridOf(fitted));
   }
+}
+
+/** False at the start, and while a picture is made from text. */
+const hasPicture = () => document.body.dataset.picture === "there";
+
+/** The fields are those of an edit, or of a picture that is made from text. */
+function suit() {
+  if (!card) return;
+  form.suit(card, hasPicture() || !card.generates ? "edit" : "picture");
+  $("describe").hidden = !card.generates;
 }
 
 function needs() {
@@ -122,17 +133,40 @@ async function open(blob, name) {
 function usePicture(picture, mask = new Mask(picture.width, picture.height)) {
   stop();
   report.clear();
-  const first = document.body.dataset.state === "empty";
+  const first = !stage.picture;
   stage.show(picture, mask, gridOf(picture));
+  document.body.dataset.picture = "there";
+  suit();
   guides.usePicture(picture);
   history.mark(null);
-  document.body.dataset.state = "ready";
   showViews(false);
   report.result(null);
   report.note(picture.note, roomForModel(picture));
   setView("mask");
   maskChanged();
   if (first) $("canvas").focus({ preventScroll: true }); // what was focused is gone
+}
+
+/** Goes to the start, where a picture is chosen or made from text. */
+function leavePicture() {
+  stop();
+  report.clear();
+  left = stage.picture && { picture: stage.picture, mask: stage.mask };
+  showStart();
+  history.mark(null);
+  $("choose").focus({ preventScroll: true });
+}
+
+function showStart() {
+  stage.clear();
+  showViews(false);
+  report.result(null);
+  document.body.dataset.picture = "none";
+  document.body.dataset.view = "mask";
+  $("handle").hidden = true;
+  $("back").hidden = !left;
+  guides.usePicture(null);
+  suit();
 }
 
 /** True if the picture is so much larger than what the model was made for that it may matter. */
@@ -223,18 +257,23 @@ function place() {
 async function generate() {
   if (running) return;
   report.clear();
-  if (!stage.picture) return report.trouble(new Error("Choose a picture first."));
+  if (!stage.picture && !card?.generates) {
+    return report.trouble(new Error("Choose a picture first."));
+  }
   if (!form.check() || !guides.check()) return;
-  if (!stage.mask.count) return report.trouble(new Error("Paint over what should change first."));
+  if (stage.mask?.count === 0) {
+    return report.trouble(new Error("Paint over what should change first."));
+  }
   running = new AbortController();
-  const run = { picture: stage.picture, mask: stage.mask.copy(), values: form.values() };
+  const run = { picture: stage.picture, mask: stage.mask?.copy() ?? null, values: form.values() };
   run.guides = guides.state();
   const { signal } = running;
-  begin();
+  begin(run);
   try {
-    const { picture, facts } = await api.edit(await bodyOf(run), {
+    const route = run.picture ? "edits" : "generations";
+    const { picture, facts } = await api.make(route, await bodyOf(run), {
       signal,
-      onPreview: (blob, index) => preview(blob, index, signal),
+      onPreview: (blob, index) => preview(blob, index, run, signal),
     });
     const result = await decode(picture);
     if (!signal.aborted) finish({ ...run, facts, blob: picture }, result);
@@ -247,8 +286,10 @@ async function generate() {
 
 async function bodyOf({ picture, mask, guides: rows, values: { model = card?.id, ...values } }) {
   const body = new FormData();
-  body.append("image", await pngOf(picture.canvas), "image.png");
-  body.append("mask", await maskPng(mask.bits, mask.width, mask.height), "mask.png");
+  if (picture) {
+    body.append("image", await pngOf(picture.canvas), "image.png");
+    body.append("mask", await maskPng(mask.bits, mask.width, mask.height), "mask.png");
+  }
   if (model) body.append("model", model);
   for (const [name, value] of Object.entries(values)) body.append(name, value);
   await guides.append(body, rows, picture);
@@ -257,21 +298,25 @@ async function bodyOf({ picture, mask, guides: rows, values: { model = card?.id,
   return body;
 }
 
-function begin() {
+function begin({ picture, values }) {
+  if (!picture) {
+    const made = blank(...values.size.split("x").map(Number));
+    stage.show(made, new Mask(made.width, made.height), gridOf(made));
+  }
   setView("mask");
   brush.locked = true;
   document.body.dataset.state = "running";
-  report.progress(0, PREVIEWS);
+  report.progress(0, PREVIEWS, picture ? "Computing what you painted…" : "Making the picture…");
   if (!card) report.say("Waiting until the model is loaded…");
   $("go").hidden = true;
   $("cancel").hidden = false;
   $("cancel").focus({ preventScroll: true });
 }
 
-async function preview(blob, index, signal) {
+async function preview(blob, index, run, signal) {
   const bitmap = await decode(blob);
   if (signal.aborted || running?.signal !== signal) return;
-  stage.showPreview(bitmap);
+  stage.showPreview(bitmap, !run.picture);
   report.progress(index + 1, PREVIEWS);
 }
 
@@ -286,25 +331,35 @@ function end() {
   if (focused) $("go").focus({ preventScroll: true });
   stage.preview = null;
   stage.draw();
+  if (!hasPicture()) showStart();
 }
 
 function finish(entry, result) {
   end();
+  if (!entry.picture) useMade(result);
   history.add(entry, result);
   showResult(entry, result);
   report.done(entry);
 }
 
+/** Begins with a picture that was made from text. */
+function useMade(result) {
+  usePicture(prepare(result, "Made from text", needs()));
+}
+
+/** Shows an edit beside its picture; a picture that was made from text is there by itself. */
 function showResult(entry, result) {
-  stage.result = result;
-  stage.split = 0.5;
-  showViews(true);
+  if (entry.picture) {
+    stage.result = result;
+    stage.split = 0.5;
+    showViews(true);
+  }
   if (link) URL.revokeObjectURL(link);
   link = URL.createObjectURL(entry.blob);
   $("download").href = link;
   $("download").download = `maskfx-${entry.facts.seed ?? "result"}.png`;
   report.result(entry);
-  setView("compare");
+  if (entry.picture) setView("compare");
 }
 
 function stop() {
@@ -326,7 +381,8 @@ function fail(failure) {
 history.addEventListener("choose", async ({ detail: entry }) => {
   const result = await decode(entry.blob);
   if (history.current !== entry) return; // another one was chosen meanwhile
-  usePicture(entry.picture, entry.mask.copy());
+  if (entry.picture) usePicture(entry.picture, entry.mask.copy());
+  else useMade(result);
   history.mark(entry);
   form.fill(entry.values);
   guides.fill(entry.guides);
@@ -375,7 +431,9 @@ const presses = {
   again: generate,
   cancel: stop,
   choose: () => $("file").click(),
-  "new-picture": () => $("file").click(),
+  "new-picture": leavePicture,
+  back: () => usePicture(left.picture, left.mask),
+  describe: () => $("prompt").focus(),
   "open-key": () => door.ask(() => findModels()),
 };
 for (const [id, press] of Object.entries(presses)) $(id).addEventListener("click", press);

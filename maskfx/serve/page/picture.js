@@ -33,6 +33,12 @@ export function prepare(source, name, { multiple = 8, pixels = MOST_PIXELS } = {
   return { canvas, name, source, note: to.scale < 1 ? `Scaled down ${sizes}.` : "", ...to };
 }
 
+/** An empty picture, which is shown until there is something of one that is made. */
+export function blank(width, height) {
+  const canvas = canvasOf(width, height);
+  return { canvas, name: "", source: canvas, note: "", width, height, scale: 1 };
+}
+
 /** Decodes a file or a blob, turned as its EXIF says. */
 export async function decode(blob) {
   try {

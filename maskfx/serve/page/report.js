@@ -54,18 +54,19 @@ export class Report {
     $("scale-to-model").textContent = "Scale to the model’s size";
   }
 
-  /** So many previews are there; null: nothing is under way. */
-  progress(done, previews) {
+  /** So many previews are there, after the first of which `what` isn't said; null: no run. */
+  progress(done, previews, what) {
     $("progress").hidden = done === null;
     if (done === null) return this.say("");
     $("progress").setAttribute("aria-valuemax", String(previews + 1));
     $("progress").setAttribute("aria-valuenow", String(done));
     $("progress").firstElementChild.style.width = `${(100 * (done + 0.5)) / (previews + 1)}%`;
-    return this.say(done ? `Preview ${done} of ${previews}` : "Computing what you painted…");
+    return this.say(done ? `Preview ${done} of ${previews}` : what);
   }
 
-  done({ facts }) {
-    this.say(facts.seconds === undefined ? "Done." : `Done in ${seconds(facts.seconds)}.`);
+  done({ facts, picture }) {
+    const done = facts.seconds === undefined ? "Done." : `Done in ${seconds(facts.seconds)}.`;
+    this.say(picture ? done : `${done} Paint what should change next.`);
   }
 
   /** The numbers of a result; null: there is none. */
@@ -75,16 +76,19 @@ export class Report {
     const { seconds: time, queued = 0, steps, mask_ratio: ratio, seed } = entry.facts;
     const dense = entry.facts.dense_seconds;
     const work = time - queued; // a queue says nothing of the mask
-    $("speed").hidden = !(dense && work > 0);
-    if (dense && work > 0) {
+    const masked = Boolean(entry.picture); // and not made from text
+    const compared = masked && dense && work > 0;
+    $("edit-result").hidden = !masked;
+    $("speed").hidden = !compared;
+    if (compared) {
       $("speed-value").textContent = `${(dense / work).toFixed(1)}×`;
       $("speed-unit").textContent = "as fast as computing the whole picture";
     }
     const rows = [
       ["Time", time, seconds],
-      ["Whole picture", dense, (value) => `${seconds(value)} predicted`],
+      ["Whole picture", masked ? dense : null, (value) => `${seconds(value)} predicted`],
       ["Waited", queued || null, seconds],
-      ["Sites computed", ratio, percent],
+      ["Sites computed", masked ? ratio : null, percent],
       ["Steps", steps, String],
     ].filter(([, value]) => value !== undefined && value !== null);
     const written = rows.flatMap(([name, value, write]) => row(name, write(value)));

@@ -52,6 +52,12 @@ export class Stage {
     this.repaint({ left: 0, top: 0, right: width, bottom: height });
   }
 
+  clear() {
+    Object.assign(this, { picture: null, mask: null, preview: null, result: null, sites: null });
+    this.comparing = false;
+    this.draw();
+  }
+
   /** The mask changed within a box. */
   repaint(box) {
     if (!box) return;
@@ -81,14 +87,16 @@ export class Stage {
     this.draw();
   }
 
-  /** A rough picture of the run under way, seen where the mask is. */
-  showPreview(bitmap) {
+  /** A rough picture of the run under way, seen where the mask is, or everywhere. */
+  showPreview(bitmap, everywhere) {
     const { width, height } = this.picture.canvas;
     this.preview = layer(width, height);
     const pen = this.preview.getContext("2d");
     pen.drawImage(bitmap, 0, 0, width, height);
-    pen.globalCompositeOperation = "destination-in";
-    pen.drawImage(this.tint, 0, 0);
+    if (!everywhere) {
+      pen.globalCompositeOperation = "destination-in";
+      pen.drawImage(this.tint, 0, 0);
+    }
     this.draw();
   }
 

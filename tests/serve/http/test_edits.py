@@ -344,7 +344,10 @@ def test_generations(server: Served) -> None:
     with server.client() as client:
         asks = {"prompt": "a hill", "n": 2, "seed": 9, "size": "32x16", "user": None}
         said = client.post("/v1/images/generations", json=asks).json()
+        parts = {name: (None, str(value)) for name, value in asks.items() if value is not None}
+        again = client.post("/v1/images/generations", files=parts).json()
     assert [pixels_of(one["b64_json"])[0, 0, 0] for one in said["data"]] == [9, 10]
+    assert again["data"] == said["data"]
     assert said["size"] == "32x16"
     assert server.frontend.asked[-1].request.kind is RequestKind.GENERATE
 

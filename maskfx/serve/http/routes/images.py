@@ -30,7 +30,8 @@ async def edit_images(request: Request, context: AtDesk, caller: Calls) -> Respo
 @router.post("/v1/images/generations")
 async def generate_images(request: Request, context: AtDesk, caller: Calls) -> Response:
     """Pictures from a prompt alone, by models that can."""
-    form = await read_form(request, context.forms.generations, (JSON,), context.settings.limits)
+    limits, kinds = context.settings.limits, (JSON, MULTIPART)
+    form = await read_form(request, context.forms.generations, kinds, limits)
     return await answer(request, context, form, lambda: context.orders.generation(form, caller))
 
 
