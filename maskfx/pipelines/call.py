@@ -296,7 +296,8 @@ class PipelineCall:
     def template_key(self, own_prompt: bool = False) -> TemplateKey:
         """Return the key of this call's template, recorded with an empty prompt or with its own.
 
-        It stores all steps, or those that the pipeline's default quality computes if they suffice.
+        It stores all steps, or those that the pipeline's default quality computes if they suffice;
+        the others are extrapolated.
         """
         state = self.state
         accepted = self.reads_text() and state.probed.get(self.empty_prompt, True)
@@ -314,7 +315,7 @@ class PipelineCall:
         covered = state.records_some_steps and own.covers(self.quality.selection)
         if not covered or state.library.has(whole):
             return TemplateKey(whole, arguments, EVERY_STEP)
-        return TemplateKey(digest([whole, own.key()])[:32], arguments, own)
+        return TemplateKey(digest([whole, own.key(), "extrapolated"])[:32], arguments, own)
 
     def run_name(self) -> str:
         """Return a name that is equal for runs that make the same image.

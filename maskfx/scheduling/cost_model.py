@@ -167,7 +167,7 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Return the seconds to load or record a template before the first step.
 
         Rows on the host load while steps compute, so they cost nothing here; a template on disk is
-        loaded completely first.
+        loaded completely first. A recording computes the steps that the edit computes.
         """
         if work.template is None or tier in (TemplateTier.DEVICE, TemplateTier.HOST):
             return 0.0
@@ -177,7 +177,7 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         dense = replace(
             work, sites=work.whole, bytes=0, kind=StepKind.RECORD, weighted=None, pairs=None
         )
-        return self.record * (work.recorded or work.steps) * self.step([dense])
+        return self.record * work.steps * self.step([dense])
 
     def solo(self, work: Work) -> float:
         """Return the seconds of a request alone on a worker that has its template at hand."""

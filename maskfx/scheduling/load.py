@@ -33,14 +33,14 @@ class Work:
     branches: int = 1  # 2 with guidance
     template: str | None = None
     bytes: int = 0  # bytes of template rows that a step loads
-    recorded: int = 0  # steps of recording the template; 0: the same as `steps`
+    total: int = 0  # steps of the run, computed or not; 0: the same as `steps`
     kind: StepKind = StepKind.EDIT  # of its steps
     weighted: float | None = None  # `sites` weighted by the FLOPs of their levels; None: alike
     pairs: float | None = None  # the same of sites and those that they attend to
 
     def computed(self, steps: int) -> int:
         """Return about how many of a number of the run's steps are computed, rounded up."""
-        return ceil(steps * self.steps / self.recorded) if self.recorded else steps
+        return ceil(steps * self.steps / self.total) if self.total else steps
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,8 @@ def work_of(request: Request, pictures: Pictures, card: Card, template_bytes: in
     """Return the sites, steps and branches of a request.
 
     `template_bytes` is the size of its template's recording. Only computed steps count: of an edit
-    with a partial mask those of the server's quality, of whole pictures those of the request's.
+    with a partial mask and of a recording those of the server's quality, of whole pictures those
+    of the request's.
     """
     width, height = size_of(request.size, pictures.images, card)
     whole = -(-width // card.site) * -(-height // card.site)
@@ -101,7 +102,7 @@ def work_of(request: Request, pictures: Pictures, card: Card, template_bytes: in
     steps = steps_of(request.steps, strength, card)
     masked = mask is not None and not mask.all()
     edited = StepSelection(card.every, least=card.least).left(0, steps)
-    computed = edited if masked else steps_computed(request, steps, card)
+    computed = edited if masked or recording else steps_computed(request, steps, card)
     guidance = card.guidance if request.guidance is None else request.guidance
     guided = guidance is not None and guidance > 1 and "negative_prompt" in card.takes
     return Work(
@@ -111,7 +112,7 @@ def work_of(request: Request, pictures: Pictures, card: Card, template_bytes: in
         branches=2 if guided else 1,
         template=request.template,
         bytes=template_bytes // edited,
-        recorded=0 if recording else steps,
+        total=steps,
         kind=kind_of(request, masked, card),
         **weights_of(active, whole, card) if masked and active is not None else {},
     )
@@ -119,8 +120,6 @@ def work_of(request: Request, pictures: Pictures, card: Card, template_bytes: in
 
 def steps_computed(request: Request, steps: int, card: Card) -> int:
     """Return the number of steps of a whole picture that are computed."""
-    if request.kind is RequestKind.RECORD:
-        return steps
     name = request.quality if request.quality not in (None, "auto") else card.whole
     return WHOLE[name or card.whole].left(0, steps)
 

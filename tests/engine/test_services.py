@@ -88,9 +88,9 @@ class Batches:
         self.sizes: list[int] = []
         original = NetService.run
 
-        def run(service: NetService, denoiser: Any, steps: Sequence[Any]) -> Any:
+        def run(service: NetService, denoiser: Any, steps: Sequence[Any], *more: Any) -> Any:
             self.sizes.append(len(steps))
-            return original(service, denoiser, steps)
+            return original(service, denoiser, steps, *more)
 
         monkeypatch.setattr(NetService, "run", run)
 
@@ -230,9 +230,9 @@ def test_replicas_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
     original = StepProcess.run
 
-    def run(process: StepProcess, denoiser: Any, steps: Sequence[Any]) -> Any:
+    def run(process: StepProcess, denoiser: Any, steps: Sequence[Any], *more: Any) -> Any:
         asked.append((id(process), len(steps)))
-        return original(process, denoiser, steps)
+        return original(process, denoiser, steps, *more)
 
     monkeypatch.setattr(StepProcess, "run", run)
     settings = OwnProcesses(("controlnet",), replicas=2)

@@ -231,6 +231,32 @@ def test_a_recorded_call_that_names_a_quality_keeps_the_steps_of_it():
     assert "no recording of a step" not in maskfx.explain(pipe)
 
 
+@pytest.mark.parametrize("name", ["FluxInpaintPipeline", "StableDiffusionInpaintPipeline"])
+def test_a_recording_skips_the_steps_that_its_edits_skip(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """These pipelines restore after each step what isn't masked, so the others are the same."""
+    quality, steps = Quality(every=4, least=3), Steps(monkeypatch)
+    given = call_of(PIPES[name], 8, square(), num_inference_steps=10, strength=1.0)
+    selected = [step for step in range(10) if quality.selection.computes(step, 10)]
+    after = {}
+    for usual in (quality, Quality()):
+        pipe = anew(name, quality=usual)
+        latents(pipe, **given, quality=quality)
+        library = pipeline_state_of(pipe).library
+        [template] = [found.name for found in library.stored_templates()]
+        wanted = selected if usual is quality else range(10)
+        calls = [call for call in library.recorded_calls(template) if call.name != "latents"]
+        assert {call.step for call in calls} == set(wanted)
+        kinds = [set(asked) for asked in steps.taken() if "itself" not in asked]
+        expected = [{"RecordStep"}] * len(wanted) + [{"EditStep"}] * len(selected)
+        assert kinds == expected
+        after[usual] = [library.after(template, step)[0] for step in range(10)]
+    for step in range(10):
+        alike = distance(after[quality][step], after[Quality()][step]) < 1e-5
+        assert alike == (step in selected), step
+
+
 def test_recordings_of_one_name_at_once_do_not_mix():
     pipe = anew(TEXT)
     given = [call_of(PIPES[TEXT], 7) for _ in range(2)]

@@ -74,6 +74,13 @@ def test_whole_pictures_take_the_steps_that_their_quality_computes(
     assert work_of(*request(kind=RequestKind.RECORD), card).steps == 20
 
 
+def test_recordings_take_the_steps_that_edits_compute() -> None:
+    card = replace(CARD, every=4, least=5)
+    edit, recording = work_of(*request(), card), work_of(*request(kind=RequestKind.RECORD), card)
+    assert (edit.steps, edit.total) == (recording.steps, recording.total) == (6, 20)
+    assert work_of(*request(mask=None), card).steps == 20
+
+
 def test_work_of_an_edit() -> None:
     work = work_of(*request(template="t"), CARD, template_bytes=2000)
     assert (work.sites, work.whole, work.steps, work.branches) == (6, 48, 20, 2)
@@ -128,10 +135,9 @@ def test_of_an_edit_only_some_steps_may_be_computed() -> None:
     card = replace(CARD, every=3)
     request_, pictures = request(template="t")
     edit = work_of(request_, pictures, card, template_bytes=2000)
-    assert (edit.steps, edit.recorded, edit.bytes) == (8, 20, 250)
+    assert (edit.steps, edit.total, edit.bytes) == (8, 20, 250)
     assert work_of(request_, replace(pictures, mask=None), card).steps == 20
     assert work_of(*request(mask=np.ones((48, 64), bool)), card).steps == 20
-    assert work_of(*request(kind=RequestKind.RECORD), card).steps == 20
 
 
 def test_steps_left_of_a_run_are_fewer_where_some_are_forecast() -> None:

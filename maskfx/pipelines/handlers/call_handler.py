@@ -160,10 +160,11 @@ class SelectedStepsHandler(DenseHandler):
 
 @dataclass
 class RecordHandler(DenseHandler):
-    """Runs every call dense and records it as a template, which is complete after `finish`.
+    """Runs calls dense and records them as a template, which is complete after `finish`.
 
-    Of steps that aren't in `recorded`, only the latents are stored. With `codes`, calls of
-    autoencoders are recorded too.
+    Of steps that aren't in `recorded`, only the latents are stored. With `skips` the outputs of
+    these steps are extrapolated; else they are computed too. With `codes`, calls of autoencoders
+    are recorded too.
     """
 
     splits: ClassVar[bool] = True
@@ -173,12 +174,15 @@ class RecordHandler(DenseHandler):
     recorded: StepSelection = EVERY_STEP
     title: str | None = None
     codes: bool = False
+    skips: bool = False
     _schedule: Schedule | None = None
     _start: list[Tensor] = field(default_factory=list)
     _recording: set[CallPosition] = field(default_factory=set)  # calls that are being computed
     _parts: dict[str, RecordedPart] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.selection = self.recorded if self.skips else EVERY_STEP
+        self.reads_times = self.skips
         self.library.begin(self.template)
 
     def begin(self, schedule: Callable[[], Schedule]) -> None:

@@ -117,8 +117,7 @@ def test_steps_report_what_their_requests_computed(served: Served) -> None:
             assert member.sites <= whole if partial else member.sites == whole
         seen[name] = {member.kind for member in members}
     assert seen == {
-        # a template records the steps that its quality computes; the others of its run are dense
-        "edit": {StepKind.RECORD, StepKind.DENSE, StepKind.EDIT},
+        "edit": {StepKind.RECORD, StepKind.EDIT},  # the recording's other steps are extrapolated
         "reuse": {StepKind.RECORD, StepKind.REUSE, StepKind.DENSE},
         "dense": {StepKind.DENSE},
     }
