@@ -282,7 +282,8 @@ def at_one(edges: dict[str, dict[str, float]]) -> str:
 def forecast_section(name: str, table: ForecastTable) -> str:
     """Return the part of a pipeline's card that is about its fitted forecasts."""
     rows = "\n".join(
-        f"| {len(run.times)}, from {run.times[0]:.4g} | {', '.join(map(str, run.computed))} |"
+        f"| {'edits' if run.masked else 'whole pictures'} | {len(run.times)}, from "
+        f"{run.times[0]:.4g} | {', '.join(map(str, run.computed))} |"
         for run in table.runs
     )
     return f"""## Forecasts
@@ -290,8 +291,8 @@ def forecast_section(name: str, table: ForecastTable) -> str:
 `forecasts.json` has the weights by which outputs of skipped steps follow from the latents and \
 from outputs computed before (`maskfx.Quality(forecast="fitted")`), for these schedules and steps:
 
-| calls, from the time | computed |
-|---|---|
+| of | calls, from the time | computed |
+|---|---|---|
 {rows}
 
 ```bash

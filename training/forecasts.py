@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m training.forecasts unet dit
 
 Runs `maskfx fit-forecast` with prompts that name a thing of the training's scenes, for pictures
-from noise and from a picture. `training.build` makes the pipeline's folder anew, so this comes
-after it. Takes about 10 minutes per pipeline.
+from noise and from a picture, and for edits of these scenes. `training.build` makes the pipeline's
+folder anew, so this comes after it. Takes about 15 minutes per pipeline.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import numpy as np
 from maskfx.cli.fit_forecast import fit_forecast_of
 from maskfx.runtime.reuse.fitted_forecast import FILE, load_table
 from maskfx.serve.config import ServeSettings
+from maskfx.serve.request import Pixels
 from maskfx.shipped import FOLDER, names
 from training.captions import caption_of
 from training.cards import forecast_section
+from training.paint import paint
 from training.scenes import draw_scene
 
-RUNS = 12
-# steps, strength, `every` and `least` of what is fitted
+RUNS, SCENES = 12, 6  # of edits: scenes that are edited
+# steps, strength, `every` and `least` of what is fitted for whole pictures
 FITTED = (
     (20, 1.0, 4, 6),
     (20, 1.0, 5, 2),
@@ -32,6 +34,7 @@ FITTED = (
     (20, 0.6, 11, 2),
     (25, 1.0, 5, 2),
 )
+EDITS = ((25, 1.0, 4, 6), (25, 1.0, 5, 2))
 
 
 def prompts(count: int) -> list[str]:
@@ -41,6 +44,11 @@ def prompts(count: int) -> list[str]:
         scene = draw_scene("train", number)
         found.append(caption_of(scene.things[0], scene, np.random.default_rng((15, number))))
     return found
+
+
+def pictures() -> list[Pixels]:
+    """Return the scenes that are edited."""
+    return [paint(draw_scene("train", number)).pixels for number in range(SCENES)]
 
 
 def write_section(name: str) -> None:
@@ -57,11 +65,15 @@ def main() -> int:
     parser.add_argument("names", nargs="+", choices=names())
     parser.add_argument("--runs", type=int, default=RUNS)
     given = parser.parse_args()
-    captions = prompts(given.runs)
+    captions, scenes = prompts(given.runs), pictures()
     for name in given.names:
         settings = ServeSettings(model=name)
         for steps, strength, every, least in FITTED:
             fit_forecast_of(settings, None, every, least, steps, strength, given.runs, captions)
+        for steps, strength, every, least in EDITS:
+            fit_forecast_of(
+                settings, None, every, least, steps, strength, given.runs, captions, True, scenes
+            )
         write_section(name)
     return 0
 

@@ -90,6 +90,7 @@ def ours_of(steps: int) -> list[Side]:
         *(side(name, plain, quality) for name, quality in NAMED.items()),
         *(but(f"every={n}, margin={m}", every=n, margin=m) for n in EVERY for m in MARGINS),
         *(but(f"every step, margin={m}", every=1, margin=m) for m in MARGINS),
+        but("extrapolated", forecast="output"),
         but("first=2", first=2),
         but("last=2", last=2),
         but("own mask", any_mask=False),

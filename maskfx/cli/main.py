@@ -289,16 +289,22 @@ def fit_forecast(
     steps: Annotated[int | None, given("Denoising steps.")] = None,
     strength: Annotated[float | None, given("How far from a picture, 0 to 1.")] = None,
     runs: Annotated[int, typer.Option(help="Pictures to make, and as many again per gap.")] = 12,
+    edits: Annotated[bool, typer.Option("--edits", help="Of edits under masks instead.")] = False,
+    picture: Annotated[
+        list[Path] | None, given("A picture to edit, with --edits; may be repeated.")
+    ] = None,
     prompt: Prompts = None,
     device: Device = None,
     dtype: DataType = None,
     config: Config = None,
 ) -> int:
     """Fit how the outputs of skipped steps follow from others (Quality(forecast="fitted"))."""
-    from maskfx.cli.fit_forecast import fit_forecast_of
+    from maskfx.cli.fit_forecast import fit_forecast_of, pixels_of
 
     settings = settled({"model": model, "device": device, "dtype": dtype}, None, config).settings
-    return fit_forecast_of(settings, out, every, least, steps, strength, runs, prompt or ())
+    pictures = pixels_of(picture or (), edits)
+    fitted = every, least, steps, strength, runs, prompt or (), edits, pictures
+    return fit_forecast_of(settings, out, *fitted)
 
 
 @app.command()

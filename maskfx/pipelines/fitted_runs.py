@@ -1,67 +1,16 @@
-"""Runs of a compiled pipeline on which the weights of forecasts are fitted."""
+"""Fits the weights of forecasts on runs of a compiled pipeline, of whole pictures or of edits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import wraps
-from inspect import signature
-from typing import Any
-
-from torch import Tensor
+from dataclasses import dataclass, replace
 
 from maskfx.errors import InputError
-from maskfx.pipelines.call_policy import CallPosition
-from maskfx.pipelines.compile import call_of
-from maskfx.pipelines.handlers.call_handler import CallPart, SelectedStepsHandler
-from maskfx.pipelines.parts.pipeline import Pipeline, StepOutput
+from maskfx.pipelines.logged_runs import LoggedRun, logged
+from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.schedules.schedule import latents_of, schedulers_of
-from maskfx.runtime.reuse.clean import latents_like
 from maskfx.runtime.reuse.fitted_forecast import FittedRun, ForecastTable
-from maskfx.runtime.reuse.forecast_fitting import RunLog, fit_gap
-from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
-from maskfx.runtime.steps import AnyStep
-
-ALIKE = 1e-3  # relative difference of the latents that the denoiser reads from a multiple of them
-
-
-@dataclass
-class LoggingHandler(SelectedStepsHandler):
-    """Computes the selected steps, and notes what the first denoiser is called with."""
-
-    names: list[str] = field(default_factory=list)  # of all denoisers, in the order of their calls
-    times: dict[int, float] = field(default_factory=dict)  # by step
-    given: dict[int, Tensor] = field(default_factory=dict)  # latents of the computed steps
-    _parts: dict[CallPosition, CallPart] = field(default_factory=dict)
-
-    def choose(self, part: CallPart) -> AnyStep:
-        self._parts[part.position] = part
-        return super().choose(part)
-
-    def take(self, position: CallPosition, result: object) -> object:
-        part = self._parts.pop(position)
-        latents = latents_like(list(part.inputs.values()), result)
-        if latents is not None and part.times:
-            self.names.append(position.name)
-            self.times[position.step] = part.times[0]
-            self.given.setdefault(position.step, latents.clone())
-        return result
-
-
-def logged_step(original: Callable[..., StepOutput], log: RunLog) -> Callable[..., StepOutput]:
-    """Return a scheduler's `step` that writes a log."""
-
-    @wraps(original)
-    def step(*args: Any, **kwargs: Any) -> StepOutput:
-        named = signature(original).bind(*args, **kwargs).arguments
-        log.outputs.append(named["model_output"].clone())
-        log.before.append(named["sample"].clone())
-        result = original(*args, **kwargs)
-        log.after.append(latents_of(result).clone())
-        return result
-
-    return step
+from maskfx.runtime.reuse.forecast_fitting import fit_gap
 
 
 @dataclass
@@ -72,7 +21,7 @@ class FitReport:
         denoiser: Its name.
         run: The weights.
         errors: The relative difference of the latents from those of the full runs, by the first
-            step that is computed after a gap.
+            step that is computed after a gap; inside the masks of edits.
     """
 
     denoiser: str
@@ -83,42 +32,46 @@ class FitReport:
 def fit_forecasts(
     pipe: Pipeline,
     calls: Sequence[Callable[[], Mapping[str, object]]],
-    selection: StepSelection,
+    quality: Quality,
     report: Callable[[str], None] = lambda _: None,
 ) -> FitReport:
-    """Fit the forecasts of a selection of steps.
+    """Fit the forecasts of the steps that a quality doesn't compute.
 
-    Every call runs once with all steps, and once for each gap of the selection.
+    Every call runs once with all steps, and once for each gap between computed steps.
 
     Args:
         pipe: A compiled pipeline.
-        calls: Each returns the arguments of one call, which makes a whole picture, with a generator
-            in the same state each time. All have one schedule.
-        selection: The steps that are computed.
+        calls: Each returns the arguments of one call, with a generator in the same state each time.
+            All have one schedule. They make whole pictures if the quality is `unmasked`, and edit a
+            part of a picture otherwise.
+        quality: That of the calls.
         report: Receives lines on what has been done.
 
     Raises:
         InputError: The forecasts of this pipeline can't be fitted.
     """
+    selection, masked = quality.selection, not quality.unmasked
     if not selection.skips:
         raise InputError("fit-forecast: every step is computed: give --every 2 or more")
-    full, handlers = [], []
+    runs = []
     for number, call in enumerate(calls):
-        handler = LoggingHandler(EVERY_STEP)
-        full.append(logged(pipe, call(), handler))
-        handlers.append(handler)
+        runs.append(logged(pipe, call(), replace(quality, every=1)))
         report(f"run {number + 1} of {len(calls)}")
-    name = check_runs(type(pipe).__name__, full, handlers)
+    name, carried = check_runs(type(pipe).__name__, runs), [run.carried() for run in runs]
+    full = [run.at(elements) for run, elements in zip(runs, carried, strict=True)]
     steps = len(full[0].times)
     computed = [step for step in range(steps) if selection.computes(step, steps)]
     table, errors = ForecastTable(name), dict[int, float]()
-    run = FittedRun(tuple(full[0].times), tuple(computed), {})
+    run = FittedRun(tuple(full[0].times), tuple(computed), {}, masked)
     for gap in gaps(computed, steps):
         fitted = table.with_run(run)
-        own = [logged(pipe, call(), LoggingHandler(selection, fitted)) for call in calls]
+        own = [
+            logged(pipe, call(), quality, fitted).at(elements)
+            for call, elements in zip(calls, carried, strict=True)
+        ]
         before = [step for step in computed if step < gap.start]
         weights, errors[gap.stop] = fit_gap(full, own, before, gap)
-        run = FittedRun(run.times, run.computed, {**run.weights, **weights})
+        run = replace(run, weights={**run.weights, **weights})
         report(f"steps {gap.start} to {gap.stop - 1}: latents differ by {errors[gap.stop]:.1%}")
     return FitReport(name, run, errors)
 
@@ -129,63 +82,23 @@ def gaps(computed: Sequence[int], steps: int) -> list[range]:
     return [range(a + 1, b) for a, b in ends if b > a + 1]
 
 
-def logged(pipe: Pipeline, call: Mapping[str, object], handler: LoggingHandler) -> RunLog:
-    """Run a call; return the log of its scheduler."""
-    schedulers = schedulers_of(pipe)
-    if len(schedulers) != 1:
-        raise InputError(
-            f"fit-forecast: {type(pipe).__name__} has {len(schedulers)} schedulers; forecasts are "
-            "fitted for pipelines with one"
-        )
-    [scheduler], log = schedulers, RunLog()
-    before = vars(scheduler).get("step")
-    vars(scheduler)["step"] = logged_step(scheduler.step, log)
-    try:
-        call_of(pipe, (), call, Quality(unmasked=True)).run(handler)
-    finally:
-        del vars(scheduler)["step"]
-        if before is not None:
-            vars(scheduler)["step"] = before
-    log.times = [handler.times[step] for step in sorted(handler.times)]
-    for step, latents in enumerate(log.before):
-        given = handler.given.get(step)
-        log.scales.append(1.0 if given is None else scale_of(given, latents))
-    return log
-
-
-def scale_of(given: Tensor, latents: Tensor) -> float:
-    """Return how much larger the latents are that a denoiser reads than those of the scheduler."""
-    first = given[: len(latents)].double()
-    if first.shape != latents.shape:
-        raise InputError(
-            f"fit-forecast: the denoiser reads latents {tuple(given.shape)}, the scheduler steps "
-            f"{tuple(latents.shape)}: forecasts can't be fitted where they have other forms"
-        )
-    own = latents.double()
-    scale = (first * own).sum() / (own * own).sum()
-    if (first - scale * own).norm() > ALIKE * first.norm():
-        raise InputError(
-            "fit-forecast: the denoiser reads latents that aren't a multiple of the scheduler's: "
-            "forecasts can't be fitted"
-        )
-    return float(scale)
-
-
-def check_runs(pipe: str, logs: Sequence[RunLog], handlers: Sequence[LoggingHandler]) -> str:
+def check_runs(pipe: str, runs: Sequence[LoggedRun]) -> str:
     """Return the denoiser's name; raise InputError where its forecasts can't be fitted."""
-    names = {name for handler in handlers for name in handler.names}
+    names = {name for run in runs for name in run.calls.names}
     if len(names) != 1:
         raise InputError(
             f"fit-forecast: {pipe} has {len(names)} denoisers whose output is of their latents' "
             f"form ({', '.join(sorted(names)) or 'none'}); forecasts are fitted for one"
         )
-    for log in logs:
+    for run in runs:
+        log = run.steps
         if len(log.before) != len(log.times) or len(set(log.times)) != len(log.times):
             raise InputError(
                 f"fit-forecast: {pipe}'s scheduler takes {len(log.before)} steps at "
                 f"{len(set(log.times))} times: forecasts are fitted where each step has its own"
             )
-        if log.times != logs[0].times or log.before[0].shape != logs[0].before[0].shape:
+        first = runs[0].steps
+        if log.times != first.times or log.before[0].shape != first.before[0].shape:
             raise InputError(
                 "fit-forecast: the calls have several schedules or sizes; give alike ones"
             )

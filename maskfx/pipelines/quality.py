@@ -53,7 +53,8 @@ class Quality:
             outputs. "fitted": outputs by weights of the latents and of all outputs computed before,
             which `maskfx fit-forecast` fits on the model's own runs and keeps in its folder.
             Applies to the schedules and selections of steps that were fitted; others extrapolate
-            outputs, which explain() reports. "auto": the same, without a report.
+            outputs, which explain() reports. "auto", that of "fast" and "balanced": the same,
+            without a report.
         feather: Width in pixels, inside the mask's edge, over which the new image fades in.
             Defaults to 0.
         reuse: "template" (default) records a missing template, then edits it. "steps" needs none:
@@ -180,8 +181,8 @@ class Quality:
 # Points of the speed and quality frontier measured by bench.quality; "all-steps" extrapolates none.
 # Those of `WHOLE` apply to calls without a mask too, and are points of bench.patches.
 NAMED = {
-    "fast": Quality(margin=1, every=4, refresh=12, vae="auto"),
-    "balanced": Quality(margin=2, every=4, refresh=12, vae="auto"),
+    "fast": Quality(margin=1, every=4, refresh=12, vae="auto", forecast="auto"),
+    "balanced": Quality(margin=2, every=4, refresh=12, vae="auto", forecast="auto"),
     "faithful": Quality(margin=4, every=4, refresh=4),
     "all-steps": Quality(),
 }

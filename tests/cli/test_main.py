@@ -427,6 +427,8 @@ def test_an_edit_here(
         ("fit-forecast --every 1 --out FOLDER/f.json", "--every 1: give 2 or more"),
         ("fit-forecast --strength 2 --out FOLDER/f.json", "--strength 2.0: give a number above 0"),
         ("fit-forecast --out FOLDER/f.npz", "f.npz: expected a file name with .json"),
+        ("fit-forecast --picture FILE --out FOLDER/f.json", "it is for edits; give --edits too"),
+        ("fit-forecast --edits --picture FILE --out FOLDER/f.json", "no known image format"),
         ("fit-forecast --out /proc/f.json", "--out /proc/f.json: can't be written"),
         ("bench --set device=meta", "device 'meta': PyTorch can't compute"),
         ("adapters profile unet FILE", "not a whole safetensors file"),
@@ -492,6 +494,13 @@ def test_forecasts_are_fitted_and_kept_together(
     assert all(
         set(run.weights) | set(run.computed) == {*range(len(run.times))} for run in table.runs
     )
+    picture = tmp_path / "picture.png"
+    Image.new("RGB", (40, 30), "red").save(picture)
+    for more in ([], ["--picture", str(picture)]):
+        assert cli.main([*line, "--steps", "6", "--edits", *more]) == 0
+        assert "edits, 6 calls of which" in capsys.readouterr().out
+    runs = load_table(out).runs
+    assert [(len(run.times), run.masked) for run in runs] == [(6, False), (8, False), (6, True)]
     out.write_text("{}")
     assert cli.main([*line, "--steps", "6"]) == 2
     assert "can't be read" in capsys.readouterr().err

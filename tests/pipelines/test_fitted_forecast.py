@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,12 @@ from maskfx.pipelines.schedules import forecasts
 from maskfx.pipelines.schedules.forecasts import UNFITTED
 from maskfx.runtime.reuse.fitted_forecast import FILE, FittedRun, ForecastTable, load_table
 from maskfx.runtime.reuse.forecast_fitting import RunLog, StepRule, fit_gap
-from maskfx.runtime.reuse.step_selection import StepSelection
 from tests.factories.pipelines import PIPES, anew, call_of, compiled, latents, plain, square, white
 
 FLUX, SD = "FluxInpaintPipeline", "StableDiffusionInpaintPipeline"
 GUIDED = "FluxInpaintPipeline-truecfg"
 STEPS = 10
 KINDS = ("output", "fitted", "auto")
-SELECTION = StepSelection(every=4, least=2)
 RUN = FittedRun((900.0, 600.0, 300.0, 0.0), (0, 2), {1: (0.5, 2.0), 3: (0.1, 0.2, 0.3)})
 
 
@@ -39,10 +38,15 @@ def calls(name: str, count: int = 3) -> list[Callable[[], Mapping[str, object]]]
     return [partial(call, name, seed) for seed in range(count)]
 
 
+def edits(name: str, count: int = 3) -> list[Callable[[], Mapping[str, object]]]:
+    return [partial(call, name, seed, mask_image=square()) for seed in range(count)]
+
+
 @cache
-def fitted(name: str) -> FitReport:
+def fitted(name: str, masked: bool = False) -> FitReport:
+    given = edits(name) if masked else calls(name)
     with torch.no_grad():
-        return fit_forecasts(compiled(name), calls(name), SELECTION)
+        return fit_forecasts(compiled(name), given, quality(unmasked=not masked))
 
 
 @pytest.fixture
@@ -57,8 +61,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Fit
     return placed
 
 
-def quality(forecast: str = "fitted") -> maskfx.Quality:
-    return maskfx.Quality(every=4, least=2, unmasked=True, forecast=forecast)
+def quality(forecast: str = "fitted", unmasked: bool = True) -> maskfx.Quality:
+    return maskfx.Quality(every=4, least=2, unmasked=unmasked, forecast=forecast)
 
 
 def apart(one: Tensor, other: Tensor) -> float:
@@ -70,6 +74,9 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     table = ForecastTable("unet", [RUN], {"model": "a"})
+    table.save(tmp_path / FILE)
+    assert load_table(tmp_path / FILE) == table
+    table.runs.append(replace(RUN, masked=True))
     table.save(tmp_path / FILE)
     assert load_table(tmp_path / FILE) == table
 
@@ -104,14 +111,18 @@ def test_weights_are_of_the_nearest_schedule_and_of_the_steps_that_were_computed
     assert table.weights([(0, 900.0), (1, 600.0)], 3, 0.0, 4) is None  # other steps
     for count in (None, 5):
         assert table.weights([(0, 900.0)], 1, 600.0, count) is None
+    assert table.weights([(0, 900.0)], 1, 600.0, 4, masked=True) is None  # of whole pictures
+    of_edits = table.with_run(FittedRun(RUN.times, RUN.computed, {1: (0.9, 1.0)}, masked=True))
+    assert of_edits.weights([(0, 900.0)], 1, 601.0, 4, masked=True) == (0.9, 1.0)
+    assert of_edits.weights([(0, 900.0)], 1, 601.0, 4) == (0.5, 2.0)
 
 
 def test_a_run_replaces_that_of_its_own_schedule_and_selection() -> None:
     table = ForecastTable("unet", [RUN])
     anew = FittedRun((905.0, 600.0, 300.0, 0.0), (0, 2), {1: (1.0, 1.0), 3: (1.0, 1.0, 1.0)})
-    other = FittedRun(RUN.times, (0, 1), {})
     assert table.with_run(anew).runs == [anew]
-    assert table.with_run(other).runs == [RUN, other]
+    for other in (FittedRun(RUN.times, (0, 1), {}), replace(anew, masked=True)):
+        assert table.with_run(other).runs == [RUN, other]
 
 
 # Fitting.
@@ -227,15 +238,38 @@ def test_auto_uses_them_and_says_nothing_where_there_are_none(place: Any, tmp_pa
     assert any("can't be read" in note for note in pipeline_state_of(pipe).notes)
 
 
-def test_edits_use_them_too(place: Any) -> None:
-    pipe = place(FLUX, fitted(FLUX).run)
-    given = {"mask_image": square(), "quality": quality()}
-    found = latents(pipe, **call(FLUX, 4, **given))
+@pytest.mark.parametrize("name", [FLUX, pytest.param(SD, marks=pytest.mark.slow)])
+def test_edits_have_weights_of_their_own(name: str, place: Any) -> None:
+    """Those of whole pictures aren't used for them, nor the other way round."""
+    run = fitted(name, masked=True).run
+    assert run.masked
+    assert run.weights != fitted(name).run.weights
+    pipe = place(name, run)
+    errors = dict.fromkeys(KINDS, 0.0)
+    for seed in (4, 5, 6):
+        wanted, *made = (
+            latents(pipe, **call(name, seed, mask_image=square()), quality=one)
+            for one in ("all-steps", *map(quality, KINDS))
+        )
+        for kind, found in zip(KINDS, made, strict=True):
+            errors[kind] += apart(found, wanted)
+    assert errors["fitted"] < 0.95 * errors["output"], errors
+    assert errors["auto"] == errors["fitted"]
     assert not unfitted(pipe)
-    others = latents(pipe, **call(FLUX, 4, **given | {"quality": quality("output")}))
-    assert not torch.equal(found, others)
-    wanted = latents(pipe, **call(FLUX, 4, **given | {"quality": "all-steps"}))
-    assert apart(found, wanted) < apart(others, wanted)
+    latents(pipe, **call(name, 4))
+    assert unfitted(pipe)
+    pipe = place(name, fitted(name).run)
+    latents(pipe, **call(name, 4, mask_image=square()))
+    assert unfitted(pipe)
+
+
+def test_an_edit_without_a_template_is_made_as_a_whole_picture(place: Any) -> None:
+    """Its latents outside the mask are its own, so that the weights of whole pictures apply."""
+    own = {"mask_image": square(), "quality": replace(quality(), reuse="steps")}
+    for masked in (False, True):
+        pipe = place(FLUX, fitted(FLUX, masked).run)
+        latents(pipe, **call(FLUX, 4, **own))
+        assert bool(unfitted(pipe)) == masked
 
 
 def unfitted(pipe: Any) -> list[str]:
@@ -246,8 +280,8 @@ def test_runs_that_cant_be_fitted_say_why() -> None:
     pipe = compiled(FLUX)
     before = vars(pipe.scheduler).get("step")
     with pytest.raises(InputError, match="every step is computed"):
-        fit_forecasts(pipe, calls(FLUX), StepSelection())
+        fit_forecasts(pipe, calls(FLUX), maskfx.Quality(unmasked=True))
     mixed = [partial(call, FLUX, 0), partial(call, FLUX, 0, num_inference_steps=STEPS + 1)]
     with torch.no_grad(), pytest.raises(InputError, match="several schedules"):
-        fit_forecasts(pipe, mixed, SELECTION)
+        fit_forecasts(pipe, mixed, quality())
     assert vars(pipe.scheduler).get("step") is before

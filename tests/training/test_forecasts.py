@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import maskfx
-from bench.quality.metrics import ssim
-from maskfx.cli.training_runs import arguments_for
+from bench.quality.metrics import psnr, ssim
+from maskfx.cli.training_runs import arguments_for, edit_for
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.reuse.fitted_forecast import FILE, load_table
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.serve.models.model_source import load_pipeline, told_by
 from maskfx.serve.models.pipeline_set import PipelineSet
 from maskfx.shipped import FOLDER, names
-from training.forecasts import FITTED
+from training.forecasts import EDITS, FITTED
 
 each = pytest.mark.parametrize("name", names())
 
@@ -23,12 +25,13 @@ each = pytest.mark.parametrize("name", names())
 @each
 def test_a_table_has_each_schedule_and_selection(name: str) -> None:
     table = load_table(FOLDER / name / FILE)
-    found = [(len(run.times), run.computed) for run in table.runs]
+    found = [(run.masked, len(run.times), run.computed) for run in table.runs]
     wanted = []
-    for steps, strength, every, least in FITTED:
-        calls, selection = int(steps * strength), StepSelection(every, least=least)
-        chosen = tuple(n for n in range(calls) if selection.computes(n, calls))
-        wanted.append((calls, chosen))
+    for masked, fitted in ((False, FITTED), (True, EDITS)):
+        for steps, strength, every, least in fitted:
+            calls, selection = int(steps * strength), StepSelection(every, least=least)
+            chosen = tuple(n for n in range(calls) if selection.computes(n, calls))
+            wanted.append((masked, calls, chosen))
     assert found == wanted
     assert table.denoiser == ("unet" if name == "unet" else "transformer")
     assert (FOLDER / name / FILE).stat().st_size < 20_000
@@ -58,3 +61,22 @@ def test_pictures_that_no_weights_were_fitted_on_are_closer_than_by_extrapolatio
             found.append(ssim(made[kind], made["dense"]))
     assert sum(likeness["fitted"]) > sum(likeness["output"]) + 0.005, likeness
     assert not any("no weights" in note for note in pipeline_state_of(member.pipe).notes)
+
+
+@pytest.mark.slow
+@each
+def test_edits_that_no_weights_were_fitted_on_are_closer_than_by_extrapolation(name: str) -> None:
+    family = PipelineSet.of(load_pipeline(name, "float32", "cpu"), maskfx.compile, told_by(name))
+    member, plain = family.main, maskfx.Quality.of("balanced")
+    likeness: dict[str, list[float]] = {"output": [], "auto": []}
+    for seed, prompt in ((70, "a shiny red ball on the sand"), (71, "a blue cube on the grass")):
+        made = {}
+        for kind in ("all", *likeness):
+            given = edit_for(family, member, seed, 25, prompt, 1.0)
+            quality = replace(plain, every=1) if kind == "all" else replace(plain, forecast=kind)
+            with torch.no_grad():
+                made[kind] = np.asarray(member.pipe(**given, quality=quality).images[0])
+        for kind, found in likeness.items():
+            found.append(psnr(made[kind], made["all"]))
+    assert sum(likeness["auto"]) > sum(likeness["output"]) + 0.5, likeness
+    assert plain.forecast == "auto"

@@ -61,6 +61,11 @@ class CallHandler(Protocol):
         ...
 
     @property
+    def blends(self) -> bool:
+        """Whether a part of the latents is a template's after every step."""
+        ...
+
+    @property
     def reads_times(self) -> bool:
         """Whether calls need their scheduler times; reading them from a device blocks the host."""
         ...
@@ -119,6 +124,7 @@ class DenseHandler:
     title: str | None = None
     selection: StepSelection = EVERY_STEP
     forecast: str | ForecastTable = "output"
+    blends: bool = False
     reads_times: bool = False
     codes: bool = False
 

@@ -80,6 +80,10 @@ class EditHandler:
         return self.quality.forecast
 
     @property
+    def blends(self) -> bool:
+        return self.template is not None and not bool(self.mask.all())
+
+    @property
     def reads_times(self) -> bool:
         return self.template is None or self.selection.skips or self.patches is not None
 

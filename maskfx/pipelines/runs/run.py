@@ -199,8 +199,8 @@ class PipelineRun:
         self.ledger = Ledger(self._resolve, wait_for_call)
         self._schedule = RunSchedule(self.pipe)
         self._count = StepCount(self._schedule)
-        modules = {name: denoiser.module for name, denoiser in self.denoisers.items()}
-        self.forecasts = Forecasts(self.pipe, self.handler.forecast, modules.get, self.note)
+        own, modules = self.handler, {n: one.module for n, one in self.denoisers.items()}
+        self.forecasts = Forecasts(self.pipe, own.forecast, modules.get, self.note, own.blends)
         self._names = {id(denoiser.module): name for name, denoiser in self.denoisers.items()}
 
     @property

@@ -39,12 +39,14 @@ class Forecasts:
             raising. A table of weights stands for itself.
         modules: The denoisers by name, in whose models' folders tables of weights are.
         note: Receives what `explain()` prints.
+        masked: Whether the run is an edit of a template, which has weights of its own.
     """
 
     pipe: object
     kind: str | ForecastTable = "output"
     modules: Callable[[str], nn.Module | None] = lambda _: None
     note: Callable[[str], None] = lambda _: None
+    masked: bool = False
     _curves: dict[Key, Curve] = field(default_factory=dict)
     _converts: dict[Key, bool] = field(default_factory=dict)
 
@@ -94,7 +96,7 @@ class Forecasts:
             if table is None:
                 self._curves[key] = Curve(STRAIGHT) if self._converts.get(key) else Curve()
             else:
-                self._curves[key] = FittedCurve(table=table, lacks=self._lacks)
+                self._curves[key] = FittedCurve(table=table, masked=self.masked, lacks=self._lacks)
         return self._curves[key]
 
     def _table(self, name: str) -> ForecastTable | None:

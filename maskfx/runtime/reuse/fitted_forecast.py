@@ -2,7 +2,7 @@
 
 The output of a skipped step is a weighted sum of the latents at that step and of all outputs that
 the run has computed before. `forecast_fitting.py` finds the weights, for one schedule and one
-selection of steps; a `ForecastTable` has those of one denoiser.
+selection of steps, of whole pictures or of edits; a `ForecastTable` has those of one denoiser.
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ class FittedRun:
         computed: The steps that are computed.
         weights: For each other step: the weight of the latents, then those of the outputs of the
             computed steps before it.
+        masked: Whether they are of edits, whose latents outside the mask are a template's. Those of
+            whole pictures differ: there all that a step changes acts on the next ones.
     """
 
     times: tuple[float, ...]
     computed: tuple[int, ...]
     weights: Mapping[int, tuple[float, ...]]
+    masked: bool = False
 
     def distance(self, steps: Sequence[int], times: Sequence[float]) -> float | None:
         """Return how far these times of steps are from the own ones; None if it is too far."""
@@ -54,12 +57,18 @@ class FittedRun:
 
     def stored(self) -> dict[str, object]:
         weights = {str(step): list(values) for step, values in self.weights.items()}
-        return {"times": list(self.times), "computed": list(self.computed), "weights": weights}
+        return {
+            "masked": self.masked,
+            "times": list(self.times),
+            "computed": list(self.computed),
+            "weights": weights,
+        }
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> FittedRun:
         weights = {int(n): tuple(map(float, v)) for n, v in stored["weights"].items()}
-        run = cls(tuple(map(float, stored["times"])), tuple(map(int, stored["computed"])), weights)
+        times, computed = map(float, stored["times"]), map(int, stored["computed"])
+        run = cls(tuple(times), tuple(computed), weights, bool(stored.get("masked", False)))
         known = sorted(run.computed)
         if not known or known[-1] >= len(run.times) or not run.times:
             raise ValueError(f"the steps {known} aren't among {len(run.times)} times")
@@ -75,7 +84,7 @@ class ForecastTable:
 
     Args:
         denoiser: Its name among the pipeline's components.
-        runs: One for each schedule and selection.
+        runs: One for each schedule and selection, of whole pictures and of edits.
         card: The model and the pipeline on whose runs they were fitted.
     """
 
@@ -84,7 +93,12 @@ class ForecastTable:
     card: dict[str, Any] = field(default_factory=dict)
 
     def weights(
-        self, known: Sequence[tuple[int, float]], now: int, time: float, count: int | None
+        self,
+        known: Sequence[tuple[int, float]],
+        now: int,
+        time: float,
+        count: int | None,
+        masked: bool = False,
     ) -> tuple[float, ...] | None:
         """Return the weights of a step that isn't computed; None if no run was fitted for it.
 
@@ -93,11 +107,12 @@ class ForecastTable:
             now: Number of the step.
             time: Its time.
             count: The number of steps of the run, if it is known.
+            masked: Whether the run is an edit of a template.
         """
         steps, times = (list(one) for one in zip(*known, (now, time), strict=True))
         found = []
         for run in self.runs:
-            fits = len(run.times) == count and now in run.weights
+            fits = run.masked == masked and len(run.times) == count and now in run.weights
             if fits and [n for n in run.computed if n < now] == steps[:-1]:
                 distance = run.distance(steps, times)
                 if distance is not None:
@@ -109,7 +124,8 @@ class ForecastTable:
 
         def same(one: FittedRun) -> bool:
             steps = range(len(run.times))
-            alike = len(one.times) == len(run.times) and one.computed == run.computed
+            alike = (one.masked, one.computed) == (run.masked, run.computed)
+            alike = alike and len(one.times) == len(run.times)
             return alike and one.distance(steps, run.times) is not None
 
         return ForecastTable(
@@ -155,11 +171,13 @@ class FittedCurve(Curve):
 
     Args:
         table: The weights.
+        masked: Whether the run is an edit of a template.
         lacks: Called at a step for which no weights were fitted.
     """
 
     kept: int | None = None
     table: ForecastTable = field(default_factory=lambda: ForecastTable(""))
+    masked: bool = False
     lacks: Callable[[], None] = lambda: None
 
     def forecast(self, times: Times, inputs: Mapping[str, object], count: int | None) -> Any:
@@ -173,7 +191,7 @@ class FittedCurve(Curve):
         latents, weights = latents_like(list(inputs.values()), self.answers[-1].leaves), None
         if latents is not None and len(set(times)) == 1:
             known = [(answer.at, answer.times[0]) for answer in self.answers]
-            weights = self.table.weights(known, now, times[0], count)
+            weights = self.table.weights(known, now, times[0], count, self.masked)
         if weights is None:
             self.lacks()
             return self.at(times)
