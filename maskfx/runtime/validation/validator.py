@@ -109,7 +109,7 @@ class Validator:
         mark, known = marked(leaves), self._inputs.get(id(given))
         if known is not None and known[2] == mark:
             return known[3]
-        inputs = expand_timesteps(given)
+        inputs = expand_timesteps(given, self.module)
         check_arguments(self.module, self._signature, inputs)
         _, values, spec = roles_.flatten(inputs)
         with progress.work("capture", f"capture of {type(self.module).__name__}", 3):
