@@ -16,7 +16,7 @@ from maskfx.export.denoiser import ExportedDenoiser
 from maskfx.export.exporter import export
 from tests.factories.masks import MASKS
 from tests.factories.own_cases import OWN
-from tests.factories.own_gridded import ConvolvedTokens
+from tests.factories.own_gridded import PADDED, ConvolvedTokens, PaddedTokens
 from tests.factories.zoo import ZOO, Case, Size
 from tests.runtime.test_oracle import assert_kept_outside, assert_near, relative_error
 
@@ -79,6 +79,31 @@ def test_tokens_column_by_column_stay_a_sequence() -> None:
     output, kept = denoiser.record(**call)
     assert denoiser.mask_shape(call) == (24,)
     got = denoiser.edit([maskfx.EditStep(call, MASKS["random"]((24,), 0), kept)])[0]
+    assert_near(output, module(**call))
+    assert_near(got, module(**call))
+
+
+class Behind(PaddedTokens):
+    """The picture stands behind other tokens."""
+
+    def convolved(self, x: Tensor, *sides: int) -> Tensor:
+        return x
+
+    def mixed(self, x: Tensor, timestep: Tensor, context: Tensor) -> Tensor:
+        picture = self.conv(x[:, -24:].transpose(1, 2).unflatten(2, (4, 6)))
+        x = torch.cat([x[:, :-24], picture.flatten(2).transpose(1, 2)], 1)
+        return super().mixed(x, timestep, context)
+
+
+def test_a_picture_behind_other_tokens_has_no_sides() -> None:
+    """That it stands first is presumed only where every operator agrees."""
+    torch.manual_seed(0)
+    module = Behind().eval().requires_grad_(False)
+    denoiser = maskfx.compile(module)
+    call = OWN["grid-of-padded-tokens"].inputs(Size(1, 4, 6, 5), 0)
+    output, kept = denoiser.record(**call)
+    assert denoiser.mask_shape(call) == (PADDED,)
+    got = denoiser.edit([maskfx.EditStep(call, MASKS["random"]((PADDED,), 0), kept)])[0]
     assert_near(output, module(**call))
     assert_near(got, module(**call))
 

@@ -97,7 +97,15 @@ def lies_on_grid(found: Compilation, inputs: Mapping[str, object]) -> bool:
 
 
 def better(one: Compilation, other: Compilation) -> Compilation:
-    """Return the compilation of which less runs dense; the first, if neither has a program."""
-    if other.program is None:
+    """Return the compilation of which less runs dense; the first, if neither has a program.
+
+    Where the picture stands among padded tokens is certain only if all of them have rows.
+    """
+    if other.program is None or other.reasons and presumes_padding(other):
         return one
     return min(one, other, key=lambda found: (found.program is None, len(found.reasons)))
+
+
+def presumes_padding(found: Compilation) -> bool:
+    """Return True if the tokens behind the first ones of an argument are taken for padding."""
+    return any(r.startswith("tokens/1:") for leaf in found.capture.leaves for r in leaf.roles)
