@@ -101,6 +101,10 @@ def compile_capture(
             log.exception("the compiler failed; the denoiser runs dense")
             reasons["compiler"] = f"{type(error).__name__}: {error}"
             break
+        if not ctx.interface.outputs:  # nothing has rows
+            reasons.update(ctx.dense)
+            reasons["compiler"] = "no operator on rows leads from the picture to a result"
+            break
         program = build(module, ctx, capture.module)
         capture.read_numbers(ctx.pyramid)
         progress.stage(2, "comparison with the module")

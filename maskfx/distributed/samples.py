@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -80,7 +80,7 @@ class StepSamples:
     def _arguments(self, inputs: Mapping[str, object]) -> list[dict[str, object]]:
         """Return the arguments of each sample; [] if they aren't known."""
         try:
-            given = expand_timesteps(inputs)
+            given = expand_timesteps(inputs, self._denoiser.module)
             if count_listed(given):
                 return []
             _, values, spec = roles_.flatten(given)
@@ -154,7 +154,7 @@ def shape_of(value: object) -> Hashable:
 
 
 def join_samples(
-    steps: Sequence[AnyStep], counts: Sequence[int], results: Sequence[Any]
+    steps: Sequence[AnyStep], counts: Sequence[int], results: Sequence[Any], module: nn.Module
 ) -> Iterator[object]:
     """Yield the result of each step from those of its samples.
 
@@ -162,6 +162,7 @@ def join_samples(
         steps: The steps.
         counts: The number of samples of each.
         results: Those of all samples, in order.
+        module: The denoiser's module.
     """
     at = 0
     for step, count in zip(steps, counts, strict=True):
@@ -171,18 +172,19 @@ def join_samples(
             yield own[0]
         elif isinstance(step, RecordStep):
             outputs, caches = zip(*own, strict=True)
-            yield join_results(outputs, listed=False), joined_recording(step, caches)
+            yield join_results(outputs, listed=False), joined_recording(step, caches, module)
         else:
             yield join_results(own, listed=False)
 
 
-def joined_recording(step: RecordStep, parts: Sequence[StepCache]) -> StepCache:
+def joined_recording(step: RecordStep, parts: Sequence[StepCache], module: nn.Module) -> StepCache:
     """Return the recording of a step from those of its samples."""
     first = parts[0]
     columns = zip(*(part.output for part in parts), strict=True)
     given: list[object] = []
     if first.given:  # as they are, since some have no batch
-        given = [copy_of(value) for value in roles_.flatten(expand_timesteps(step.inputs))[1]]
+        inputs = expand_timesteps(step.inputs, module)
+        given = [copy_of(value) for value in roles_.flatten(inputs)[1]]
     found = changed(
         first,
         sizes={**first.sizes, "batch": len(parts)},

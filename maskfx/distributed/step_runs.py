@@ -111,7 +111,8 @@ class StepRuns:
         members = [sample for own in samples for sample in own]
         with self._owner.denoiser.validated_once(members):
             ordered = self._run(members, ranks, divided)
-        return list(join_samples(steps, list(map(len, samples)), ordered))
+        module = self._owner.denoiser.module
+        return list(join_samples(steps, list(map(len, samples)), ordered, module))
 
     def _run(
         self,

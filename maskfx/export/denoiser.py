@@ -83,7 +83,7 @@ class ExportedDenoiser(CompiledDenoiser):
     def dense(self, inputs: Mapping[str, object]) -> Any:
         """Return what the denoiser's forward would, by the graph that computes all sites."""
         capture = self.capture
-        _, values, spec = roles_.flatten(expand_timesteps(inputs))
+        _, values, spec = roles_.flatten(expand_timesteps(inputs, self.module))
         if spec != capture.in_spec or not capture.fits(values):
             paths = [leaf.path for leaf in capture.leaves]
             raise InputError(

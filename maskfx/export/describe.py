@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maskfx.compiler.capture.captured import Capture
-from maskfx.compiler.capture.roles import Argument, sizes_of
+from maskfx.compiler.capture.roles import Argument, is_fixed, sizes_of
 from maskfx.compiler.compile import Compilation
 from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts
@@ -93,7 +93,9 @@ def describe_arguments(capture: Capture, tables: ValueTables) -> list[Item]:
     for index, (leaf, value) in enumerate(zip(capture.leaves, values, strict=True)):
         if leaf.tensor:
             dims = [
-                tables.dimension(role_name(role), kind="role", role=role) if role else size
+                size
+                if is_fixed(role) and role != "frames"
+                else tables.dimension(role_name(role), kind="role", role=role)
                 for role, size in zip(leaf.roles, capture.features[index], strict=True)
             ]
             found.append(describe_tensor(leaf, value, dims))
@@ -101,8 +103,9 @@ def describe_arguments(capture: Capture, tables: ValueTables) -> list[Item]:
             constant = plain(capture.constants[index])
             found.append({"kind": "constant", "name": leaf.path, "value": constant})
         else:
-            number = hint(value)
-            found.append({"kind": "number", "name": leaf.path, "value": number})
+            item: Item = {"kind": "number", "name": leaf.path, "value": hint(value)}
+            sizes = [role for role in leaf.roles if is_size(role)]
+            found.append({**item, "role": sizes[0]} if sizes else item)
     for item in found:
         if item.get("step") and len(item["dims"]) >= 3:
             item["latent"] = True

@@ -77,6 +77,10 @@ def export(
         InputError: an argument is unknown, or `path` exists or has no room.
         CompileError: an operator can't be exported, or the graphs compute something else.
     """
+    if not isinstance(path, str | Path):
+        raise InputError(
+            f"export: path is {path!r:.60}, expected a str or a Path; pass the directory to write"
+        )
     options = Options(format, part, operators, opset, verify, tuple(profile), layout, compare)
     return export_whole(model, Path(path), options, example_inputs, weights)
 

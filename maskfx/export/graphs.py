@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx import ops
 from maskfx.compiler.capture.captured import Capture
+from maskfx.compiler.capture.roles import is_fixed
 from maskfx.compiler.compile import Compilation
 from maskfx.compiler.lower import lower
 from maskfx.compiler.real_inputs import with_real_inputs
@@ -168,9 +169,7 @@ def graph_of(compilation: Compilation, name: str, facts: GraphFacts) -> Exported
         str(node.target): example_of(node) for node in places if str(node.target) in facts.inputs
     }
     free = {
-        str(node.target): [
-            axis for axis, role in enumerate(leaf.roles) if role not in ("", "frames")
-        ]
+        str(node.target): [axis for axis, role in enumerate(leaf.roles) if not is_fixed(role)]
         if leaf.tensor
         else [0]
         for node, leaf in zip(places, capture.leaves, strict=True)

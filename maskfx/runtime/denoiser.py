@@ -154,7 +154,7 @@ class CompiledDenoiser:
         """Group the dense calls that the module can answer in one call, each with its adapters."""
         self._changes.follow()
         sets = [self._validator.adapters.of(own) for own in adapters]
-        groups = self._batcher.groups(list(map(expand_timesteps, calls)), sets)
+        groups = self._batcher.groups([expand_timesteps(call, self.module) for call in calls], sets)
         self._changes.settle()
         return groups
 

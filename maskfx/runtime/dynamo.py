@@ -291,5 +291,5 @@ def same_call(
         own = [v.clone() if isinstance(v, Tensor) else v for v in values]
         wanted = gm(*own)
         named = {name: own[i] for i, name in signature.arguments.items()}
-        found = module(**expand_timesteps(named))
+        found = module(**expand_timesteps(named, module))
     return same_values(found, wanted)

@@ -54,7 +54,7 @@ def test_samples_of_dense_steps_and_edits(denoiser: CompiledDenoiser) -> None:
     assert counts == [2, 3, 2, 3]
     every = [one for found in samples for one in found]
     assert {_rows(step) for step in every} == {1}
-    got = join_samples(steps, counts, denoiser.step(every))
+    got = join_samples(steps, counts, denoiser.step(every), denoiser.module)
     for ours, wanted in zip(got, denoiser.step(steps), strict=True):
         assert error(ours, wanted) < BOUND
 
@@ -80,7 +80,7 @@ def test_samples_of_recordings(denoiser: CompiledDenoiser) -> None:
     for step in (RecordStep(given), RecordStep(given, own)):
         samples = StepSamples(denoiser).of(step)
         assert len(samples) == 2
-        found: Any = next(join_samples([step], [2], denoiser.step(samples)))
+        found: Any = next(join_samples([step], [2], denoiser.step(samples), denoiser.module))
         output, cache = found
         wanted, whole = denoiser.step([step])[0]
         assert error([output], [wanted]) < BOUND

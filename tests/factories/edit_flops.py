@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import maskfx
 from bench.harness import count_flops
 from maskfx.runtime.batch.flops import square_mask
-from tests.factories.zoo import ZOO, Case, Size, called
+from tests.factories.zoo import ZOO, Case, Size, called, tensors
 
 RATIO = 0.1  # of the sites, in a square
 SIDE = 64  # of a latent; packed tokens stand for two by two of its sites
@@ -20,7 +20,10 @@ TRANSFORMERS = [name for name in ZOO if not re.search("ControlNet|UNet|UVit", na
 
 def large_size(case: Case) -> Size:
     """The size of a picture of 512 pixels, with a text of 77 tokens unless the config fixes it."""
-    is_packed = len(case.mask_shape(case.sizes[0])) == 1
+    small = case.sizes[0]
+    picture = next(value for value in tensors(case.inputs(small, 0)) if value.dim() >= 3)
+    grid_of_tokens = picture.dim() == 3 and picture.shape[1] == small.height * small.width
+    is_packed = len(case.mask_shape(small)) == 1 or grid_of_tokens
     texts = {size.text for size in case.sizes}
     side = SIDE // 2 if is_packed else SIDE
     return Size(1, side, side, TEXT if len(texts) > 1 else texts.pop())

@@ -21,6 +21,7 @@ from tests.factories.zoo import (
     grid_ids,
     only,
     packed,
+    spatial,
     tiny,
     z_image_inputs,
 )
@@ -130,7 +131,7 @@ def add_more() -> None:
         "HiDreamImageTransformer2DModel-packed",
         hidream_packed,
         HIDREAM,
-        mask_shape=packed,
+        mask_shape=spatial,
         sizes=TOKEN_SIZES,
         text_first=False,
     )

@@ -5,6 +5,7 @@ from tests.factories import (  # noqa: F401
     own_calls,
     own_experts,
     own_frames,
+    own_gridded,
     own_lines,
     own_mixtures,
     own_networks,

@@ -107,6 +107,10 @@ def sites_of(mask: Tensor, value: Tensor) -> Tensor:
         return torch.ones_like(value, dtype=torch.bool)
     if mask.ndim == 1:
         return mask.view(1, -1, *[1] * (value.ndim - 2)).expand_as(value)
+    if value.ndim == 3 and value.shape[1] >= mask.numel():  # tokens, perhaps with padding behind
+        sites = value.new_zeros(value.shape[1], dtype=torch.bool)
+        sites[: mask.numel()] = mask.flatten()
+        return sites.view(1, -1, 1).expand_as(value)
     if mask.ndim == 3:
         if value.shape[1:4] == mask.shape:  # the channels are last
             return mask[..., None].expand_as(value)

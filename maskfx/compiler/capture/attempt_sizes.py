@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.types import IntLikeType
 
-from maskfx.compiler.capture.roles import Argument, Sizes
+from maskfx.compiler.capture.roles import Argument, Sizes, role_size
 from maskfx.ir.lanes import has_no_hint, int_hint
 
 
@@ -29,6 +29,8 @@ def candidates(
     for text in () if fixed else (True, False):
         for grid in grids(sizes):
             wanted = {**sizes, **grid, "batch": several}
+            if overflows(wanted, leaves):
+                continue
             used = {wanted["batch"], *grid.values()}
             for role in texts if text else ():
                 length = max(5, sizes[role])
@@ -42,6 +44,13 @@ def candidates(
     if not fixed:
         yield {**sizes, "batch": two}, True
     yield {**sizes, "batch": two}, False
+
+
+def overflows(sizes: Sizes, leaves: Sequence[Argument]) -> bool:
+    """Return True if a picture of these sizes leaves no padding where an argument has some."""
+    roles = {role for leaf in leaves for role in leaf.roles if role.startswith("tokens/1:")}
+    sites = sizes.get("frames", 1) * sizes.get("y", 1) * sizes.get("x", 1)
+    return any(sites >= role_size(role, sizes) for role in roles)
 
 
 def uneven(sizes: Sizes) -> Sizes:

@@ -21,6 +21,7 @@ from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.capture.argument_lanes import placeholder_lane, pyramid_of
 from maskfx.compiler.capture.attempt_sizes import candidates, has_batch, is_thin, uneven
 from maskfx.compiler.capture.branches import BranchesOnSteps, Unexportable, split_off
 from maskfx.compiler.capture.captured import Capture
@@ -32,11 +33,11 @@ from maskfx.compiler.capture.routings import presumed, with_experts
 from maskfx.compiler.capture.twin import NoTwin
 from maskfx.compiler.capture.whole import WholeModules
 from maskfx.ir import progress
-from maskfx.ir.lanes import Batch, Feature, Frames, Lane, Tokens, int_hint, set_lane
+from maskfx.ir.lanes import set_lane
 from maskfx.ir.objects import new_objects
-from maskfx.ir.other_sizes import Base, SizeExpr, other_bases
+from maskfx.ir.other_sizes import SizeExpr, other_bases
 from maskfx.ir.part_hooks import acts_within
-from maskfx.ir.pyramid import Level, Pyramid
+from maskfx.ir.pyramid import Pyramid
 
 if TYPE_CHECKING:
     import sympy
@@ -56,6 +57,7 @@ def capture(
     fixed: bool = False,
     one: bool = False,
     compare: bool = True,
+    grid: bool = False,
 ) -> Capture:
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
@@ -73,9 +75,10 @@ def capture(
         fixed: whether no size is symbolic.
         one: capture a batch of one sample, whose operators may run on batches of any size.
         compare: compare the graph with the module at the sizes of the inputs.
+        grid: tokens are the sites of a picture whose sides are integer arguments.
     """
     _, values, spec = roles_.flatten(inputs)
-    leaves = roles_.infer(module, inputs, roles)
+    leaves = roles_.infer(module, inputs, roles, grid)
     call = ExampleCall(leaves, values, spec, roles_.observed_sizes(leaves, values))
     notes: list[str] = []
     interrupted = False
@@ -129,7 +132,7 @@ def capture(
         out_spec=spec,
         pyramid=Pyramid(batch=call.sizes["batch"]),
         constants={},
-        features=shapes_of(values),
+        features=roles_.shapes_of(leaves, values),
         notes=notes,
         single=single,
         interrupted=interrupted,
@@ -227,10 +230,6 @@ def exported_with(
                 raise
 
 
-def shapes_of(values: Sequence[object]) -> list[tuple[int, ...]]:
-    return [tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in values]
-
-
 def listed_samples(leaves: Sequence[Argument]) -> int:
     """Return the number of samples that the image argument lists, or 0 if it has a batch."""
     if has_batch(leaves):
@@ -246,7 +245,7 @@ def resize(
     out = []
     for leaf, value in zip(leaves, values, strict=True):
         if not leaf.tensor:
-            out.append(value)
+            out.append(roles_.role_size(leaf.roles[0], wanted) if leaf.roles else value)
             continue
         for axis, role in enumerate(leaf.roles):
             if role:
@@ -281,6 +280,8 @@ def finish(
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     assert len(placeholders) == len(leaves), (len(placeholders), len(leaves))
     symbols, guards = sizes_by_role(placeholders, leaves), guards_on(placeholders)
+    if not returns_batch(module.graph, symbols.get("batch")):
+        symbols["batch"] = sizes["batch"]  # samples are counted otherwise, as by a list's length
     pyramid = pyramid_of(sizes, other_bases(symbols, guards) if "y" in sizes and symbolic else ())
     for node, leaf in zip(placeholders, leaves, strict=True):
         node.meta["leaf"] = leaf
@@ -302,7 +303,7 @@ def finish(
         guards=guards,
         frozen=None if symbolic else dict(sizes),
         fixed_batch=sizes["batch"] if isinstance(symbols.get("batch"), int) else None,
-        features=shapes_of(call.values),
+        features=roles_.shapes_of(leaves, call.values),
         decisions=decisions,
         notes=list(notes),
     )
@@ -314,8 +315,9 @@ def sizes_by_role(
     """Return the sizes of the batch, the picture and the texts, symbolic or as numbers."""
     found: dict[str, SizeExpr] = {}
     for node, leaf in zip(placeholders, leaves, strict=True):
-        shape: Sequence[IntLikeType] = node.meta["val"].shape if leaf.tensor else ()
-        for role, size in zip(leaf.roles, shape, strict=True):
+        value = node.meta["val"]
+        shape: Sequence[Any] = value.shape if leaf.tensor else (value,)
+        for role, size in zip(leaf.roles, shape, strict=leaf.tensor):
             expr = size.node.expr if isinstance(size, torch.SymInt) else int(size)
             if not isinstance(expr, int) and expr.is_Integer:  # tracing specialized it later
                 expr = int(expr)
@@ -324,72 +326,19 @@ def sizes_by_role(
     return found
 
 
+def returns_batch(graph: fx.Graph, batch: SizeExpr | None) -> bool:
+    """Return True if the number of samples in a result follows from the batch, or is a number."""
+    if batch is None or isinstance(batch, int):
+        return True
+    values = [node.meta.get("val") for node in graph.output_node().all_input_nodes]
+    sizes: list[IntLikeType] = [n for v in values if isinstance(v, torch.Tensor) for n in v.shape]
+    named = {s for n in sizes if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
+    return not named.isdisjoint(batch.free_symbols)
+
+
 def guards_on(placeholders: Sequence[fx.Node]) -> list[sympy.Basic]:
     """Return the conditions that the export found on the sizes of the arguments."""
     values = [node.meta["val"] for node in placeholders]
     sizes: list[IntLikeType] = [n for v in values if isinstance(v, torch.Tensor) for n in v.shape]
     shape_env = next((s.node.shape_env for s in sizes if isinstance(s, torch.SymInt)), None)
     return [] if shape_env is None else [guard.expr for guard in shape_env.guards]
-
-
-def pyramid_of(sizes: Sizes, others: tuple[Base, ...]) -> Pyramid:
-    """Return a pyramid with the picture and the texts alone."""
-    return Pyramid(
-        batch=sizes["batch"],
-        base=(sizes["y"], sizes["x"]) if "y" in sizes else None,
-        segments={
-            **({"image": sizes["tokens"]} if "tokens" in sizes else {}),
-            **{r: s for r, s in sizes.items() if r.startswith("text:")},
-        },
-        others=others,
-        frames=sizes.get("frames", 1),
-    )
-
-
-def placeholder_lane(
-    leaf: Argument,
-    value: torch.Tensor,
-    symbols: Mapping[str, SizeExpr],
-    pyramid: Pyramid,
-    symbolic: bool,
-) -> Lane:
-    """Return the lane that an argument's roles describe."""
-    dims: list[tuple[Any, ...]] = []
-    for role, size in zip(leaf.roles, value.shape, strict=True):
-        if role == "batch":
-            dims.append((Batch(),))
-        elif role == "tokens":
-            dims.append((Tokens(("image",)),))
-        elif role.startswith("tokens/"):
-            patch = int(int(role[7:]) ** 0.5)
-            level = pyramid.derive(Level(parent=0, divide=(patch, patch))) if patch > 1 else 0
-            dims.append(pyramid.axes(level))
-        elif role.startswith("text:"):
-            fixed = symbolic and isinstance(symbols.get(role), int)
-            dims.append((Feature(int_hint(size)),) if fixed else (Tokens((role,)),))
-        elif role and role[0] in "yx":
-            axis = pyramid.y if role[0] == "y" else pyramid.x
-            dims.append((axis(scaled_level(role[1:], pyramid)),))
-        elif role == "frames":
-            dims.append((Frames(int_hint(size)),))
-        elif role == roles_.EACH_FRAME:
-            pictures = any(r[:1] in ("y", "x") for r in leaf.roles)
-            each = Frames(pyramid.frames) if pictures else Feature(pyramid.frames)
-            dims.append((Batch(), each))
-        else:
-            dims.append((Feature(int_hint(size)),) if int_hint(size) != 1 else ())
-    return Lane(tuple(dims))
-
-
-def scaled_level(scale: str, pyramid: Pyramid) -> int:
-    """Return the level at scale `/n` or `*n` of the base."""
-    if not scale:
-        return 0
-    n = int(scale[1:])
-    if scale[0] == "*":
-        return pyramid.derive(Level(parent=0, times=(n, n)))
-    level = 0
-    while n > 1:  # halve step by step, as a pyramid of stride-2 convolutions does
-        level = pyramid.derive(Level(parent=level, grow=(1, 1), divide=(2, 2)))
-        n //= 2
-    return level

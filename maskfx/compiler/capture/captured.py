@@ -103,7 +103,9 @@ class Capture:
             return False
         if self.autocast != autocast_dtypes():
             return False
-        if self._other_features(values) or self._decides_otherwise(values):
+        if self._other_features(values) or self._other_tokens(values, sizes):
+            return False
+        if self._decides_otherwise(values):
             return False
         if self.single and sizes["batch"] != 1:
             return False
@@ -199,6 +201,8 @@ class Capture:
         """Return True if structure, constants, sizes and guards admit these arguments."""
         if spec != self.in_spec or self._other_constants(values) or self._other_features(values):
             return False
+        if self._other_tokens(values, sizes):
+            return False
         key = tuple(sorted(sizes.items()))
         if key not in self.verdicts:
             self.verdicts[key] = self._accepts_sizes(sizes)
@@ -215,10 +219,19 @@ class Capture:
             if not isinstance(value, torch.Tensor) or value.dim() != len(sizes):
                 return True
             if any(
-                r in ("", "frames") and a != b
+                roles_.is_fixed(r) and a != b
                 for r, a, b in zip(leaf.roles, sizes, value.shape, strict=True)
             ):
                 return True
+        return False
+
+    def _other_tokens(self, values: Sequence[Any], sizes: Sizes) -> bool:
+        """Return True if the sites of a grid are tokens of another number."""
+        for leaf, value in zip(self.leaves, values, strict=True):
+            for axis, role in enumerate(leaf.roles):
+                of_grid = role.startswith("tokens/")
+                if of_grid and value.shape[axis] != roles_.role_size(role, sizes):
+                    return True
         return False
 
     def _decides_otherwise(self, values: Sequence[object]) -> bool:

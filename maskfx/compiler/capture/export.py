@@ -28,7 +28,7 @@ from maskfx.compiler.capture.data_attributes import DataAttributes
 from maskfx.compiler.capture.keyword_names import allow_keyword_names
 from maskfx.compiler.capture.known_numbers import KnownNumbers
 from maskfx.compiler.capture.packings import Packings
-from maskfx.compiler.capture.roles import EACH_FRAME, Argument
+from maskfx.compiler.capture.roles import EACH_FRAME, Argument, is_fixed
 from maskfx.compiler.capture.routings import Routings
 from maskfx.compiler.capture.selections import Selections
 from maskfx.compiler.capture.size_arithmetic import size_arithmetic
@@ -123,9 +123,9 @@ def export(
     def dims(leaf: Argument, value: object) -> object:
         if not leaf.tensor:
             free = symbolic and numbers and type(value) is int and value > 1
+            free = free and leaf.roles != ("frames",)
             return Dim.AUTO if free else None
-        fixed = ("", "frames")
-        return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if r not in fixed and symbolic}
+        return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if symbolic and not is_fixed(r)}
 
     values, spec = pytree.tree_flatten(inputs)
     shapes = nested([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)
@@ -198,12 +198,19 @@ def equal_sizes(module: torch.nn.Module, leaves: Sequence[Argument]) -> Iterator
             return
         seen: dict[str, IntLikeType] = {}
         for leaf, value in zip(leaves, values, strict=True):
-            shape = value.shape if isinstance(value, torch.Tensor) else ()
-            for role, size in zip(leaf.roles, shape, strict=True) if shape else ():
+            shape = value.shape if isinstance(value, torch.Tensor) else (value,)
+            for role, size in zip(leaf.roles, shape, strict=leaf.tensor) if shape else ():
                 if role and isinstance(seen.setdefault(role, size), torch.SymInt):
                     torch._check(size == seen[role])
         if EACH_FRAME in seen and "batch" in seen and "frames" in seen:
             torch._check(seen[EACH_FRAME] == seen["batch"] * seen["frames"])
+        if {"y", "x"} <= {role for leaf in leaves if not leaf.tensor for role in leaf.roles}:
+            sites = seen.get("frames", 1) * seen["y"] * seen["x"]
+            for role, size in seen.items():
+                if role == "tokens/1":
+                    torch._check(size == sites)
+                elif role.startswith("tokens/1:"):
+                    torch._check(sites < size)
 
     hook = module.register_forward_pre_hook(compare, with_kwargs=True)
     try:

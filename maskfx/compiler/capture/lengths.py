@@ -84,7 +84,7 @@ def text_lengths(leaves: Sequence[Argument], inputs: Mapping[str, object]) -> li
         raise CaptureError("under export its arguments have another structure")
     found: dict[str, object] = {}
     for leaf, value in zip(leaves, values, strict=True):
-        for role, size in zip(leaf.roles, value.shape if leaf.tensor else (), strict=True):
+        for role, size in zip(leaf.roles, value.shape if leaf.tensor else (), strict=leaf.tensor):
             if role.startswith("text:"):
                 found.setdefault(role, size)
     return list(found.values())

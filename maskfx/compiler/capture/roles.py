@@ -8,20 +8,22 @@ class of a model. An argument `roles=` overrides what is inferred:
 
 A role is "batch", "y", "x" (with a scale: "y/2", "x*8"), "frames" of a video, "batch*frames" (an
 entry for each frame of each request), "tokens", "tokens/4" (a flattened grid of patches of 2x2),
-"text:NAME" or "" for plain features. A capture serves one number of frames.
+"tokens/1:4096" (the same, with padding behind it up to 4096), "text:NAME" or "" for plain features.
+An integer argument has one role, of the size that it is. A capture serves one number of frames.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.channels import position_lists, roles_by_channels
+from maskfx.compiler.capture.grid_numbers import grid_numbers
 from maskfx.errors import CaptureError, InputError, SizesDisagree
 from maskfx.ir.cuts import NUMBER
 
@@ -68,9 +70,15 @@ def argument_order(module: torch.nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def infer(
-    module: torch.nn.Module, inputs: Mapping[str, object], override: Mapping[str, Roles] | None
+    module: torch.nn.Module,
+    inputs: Mapping[str, object],
+    override: Mapping[str, Roles] | None,
+    grid: bool = False,
 ) -> list[Argument]:
-    """Return the leaves of `inputs` with their roles."""
+    """Return the leaves of `inputs` with their roles.
+
+    With `grid`, tokens are sites of the picture whose height and width are integer arguments.
+    """
     paths, values, _ = flatten(inputs)
     tensors = {p: v for p, v in zip(paths, values, strict=True) if isinstance(v, torch.Tensor)}
     if not tensors:
@@ -89,6 +97,12 @@ def infer(
     own = override.get(primary)
     own = own or roles_by_channels(module, primary, tensors)
     picture = picture_sizes(primary, tensors[primary], own, alone)
+    numbers: dict[str, Roles] = {}
+    if grid and own is None and picture.tokens is not None:
+        numbers = grid_numbers(paths, values, picture.tokens)
+        picture = on_grid(
+            picture, {numbers[p][0]: v for p, v in zip(paths, values, strict=True) if p in numbers}
+        )
     texts: dict[int, str] = {}
     found: dict[str, Roles] = {}
     placed = axis_positions(tensors, picture)
@@ -110,7 +124,8 @@ def infer(
     for path, value in zip(paths, values, strict=True):
         step = path == primary or any(w in f"_{path}_" for w in STEP_WORDS)
         tensor = isinstance(value, torch.Tensor)
-        leaves.append(Argument(path, tensor, found.get(path, ()), step and tensor))
+        own_roles = found.get(path, numbers.get(path, ()))
+        leaves.append(Argument(path, tensor, own_roles, step and tensor))
     return leaves
 
 
@@ -154,6 +169,18 @@ class PictureSizes:
     grid: tuple[int, int] | None
     tokens: int | None
     frames: int = 1
+    padded: int | None = None  # tokens with the padding behind them
+
+
+def on_grid(picture: PictureSizes, sizes: Mapping[str, int]) -> PictureSizes:
+    """Return the sizes of a picture whose tokens are the sites of a grid; the same without one."""
+    if not sizes or picture.tokens is None:
+        return picture
+    grid, frames = (sizes["y"], sizes["x"]), sizes.get("frames", 1)
+    padded = picture.tokens if picture.tokens > frames * grid[0] * grid[1] else None
+    found = replace(picture, grid=grid, tokens=None, frames=frames, padded=padded)
+    role = token_role(picture.tokens, found) or ""
+    return replace(found, roles=tuple(role if r == "tokens" else r for r in picture.roles))
 
 
 def picture_sizes(
@@ -275,6 +302,8 @@ def token_role(length: int, picture: PictureSizes) -> str | None:
         return None
     if picture.tokens is not None:
         return "tokens" if length == picture.tokens else None
+    if length == picture.padded:
+        return f"tokens/1:{length}"
     if picture.grid is not None:
         h, w = picture.grid
         for patch in (1, 2, 4, 8, 16):
@@ -304,10 +333,16 @@ def batch_axis(roles: Roles) -> int | None:
     return next((axis for axis, r in enumerate(roles) if r in ("batch", EACH_FRAME)), None)
 
 
+def is_fixed(role: str) -> bool:
+    """Return True if a dimension of this role has the same size in every call of a capture."""
+    return role in ("", "frames") or role.startswith("tokens/1:")
+
+
 def role_size(role: str, sizes: Mapping[str, int]) -> int:
     """Return the size of a dimension of this role in a call with these sizes."""
     if role.startswith("tokens/"):
-        return sizes.get("frames", 1) * sizes["y"] * sizes["x"] // int(role[7:])
+        patch, _, padded = role[7:].partition(":")
+        return int(padded or sizes.get("frames", 1) * sizes["y"] * sizes["x"] // int(patch))
     if role[:2] in ("y/", "x/"):
         return -(-sizes[role[0]] // int(role[2:]))
     if role[:2] in ("y*", "x*"):
@@ -319,11 +354,15 @@ def role_size(role: str, sizes: Mapping[str, int]) -> int:
 
 def observed_sizes(leaves: Sequence[Argument], values: Sequence[Any]) -> Sizes:
     """Return batch, y, x, tokens and text lengths of the arguments; raise if they disagree."""
-    shapes = [
-        value.shape if leaf.tensor else (value,) if leaf.roles else ()
+    return sizes_of(leaves, shapes_of(leaves, values))
+
+
+def shapes_of(leaves: Sequence[Argument], values: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Return the shape of each argument; for an integer with a role, the integer itself."""
+    return [
+        tuple(value.shape) if leaf.tensor else (value,) if leaf.roles else ()
         for leaf, value in zip(leaves, values, strict=True)
     ]
-    return sizes_of(leaves, shapes)
 
 
 def sizes_of(leaves: Sequence[Argument], shapes: Sequence[Sequence[int]]) -> Sizes:

@@ -142,6 +142,8 @@ def check_shapes(manifest: Document, values: list[Any]) -> Sizes:
     seen: dict[str, str] = {}
     scaled = []
     for argument, value in zip(manifest["arguments"], values, strict=True):
+        if argument.get("role"):
+            sizes[argument["role"]], seen[argument["role"]] = int(value), argument["name"]
         if argument["kind"] != "tensor":
             continue
         name, dims = argument["name"], argument["dims"]

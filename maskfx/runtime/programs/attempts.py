@@ -2,12 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch.utils import _pytree as pytree
 
+from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.attempt_sizes import has_batch
+from maskfx.compiler.capture.grid_numbers import grid_numbers
 from maskfx.compiler.compile import Compilation
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A way to capture a module; see `capture`."""
+
+    attempt: bool = True
+    single: bool = False
+    fixed: bool = False
+    one: bool = False
+    grid: bool = False
+
+
+def narrowest(
+    compiled: Callable[[dict[str, object], Attempt], Compilation],
+    every: Sequence[Compilation],
+    inputs: dict[str, object],
+    dense: bool,
+    single: bool,
+) -> Compilation:
+    """Compile a module for these arguments in several ways; return what narrows most.
+
+    Args:
+        compiled: compiles the module in one way.
+        every: what was compiled before.
+        inputs: the arguments.
+        dense: whether the module runs dense, whatever it is.
+        single: whether the arguments are of one sample, and what is compiled.
+    """
+    if any(is_frozen_program(one, inputs, single) for one in every):
+        new = compiled(inputs, Attempt(single=single, fixed=True))
+        if new.program is not None:
+            return new
+    new = compiled(inputs, Attempt(not dense, single))
+    if dense:
+        return new
+    for grid in (False, True):
+        if grid and not lies_on_grid(new, inputs):
+            break
+        if grid:
+            new = better(new, compiled(inputs, Attempt(single=single, grid=True)))
+        if not single and treats_alone(new):
+            new = better(new, compiled(inputs, Attempt(one=True, grid=grid)))
+        if asks_for_size(new):
+            new = better(new, compiled(inputs, Attempt(single=single, fixed=True, grid=grid)))
+    return new
 
 
 def tried_in_vain(one: Compilation) -> bool:
@@ -34,8 +83,29 @@ def asks_for_size(found: Compilation) -> bool:
     return symbolic and any(r.startswith("how many it picks") for r in found.reasons.values())
 
 
+def lies_on_grid(found: Compilation, inputs: Mapping[str, object]) -> bool:
+    """Return True if tokens may be the sites of a grid whose sides are integer arguments.
+
+    Each of several samples has sides of its own if these are in lists of a list.
+    """
+    paths, values, _ = roles_.flatten(inputs)
+    sizes = roles_.observed_sizes(found.capture.leaves, values)
+    if not found.reasons or "tokens" not in sizes:
+        return False
+    sides = grid_numbers(paths, values, sizes["tokens"])
+    return bool(sides) and (sizes["batch"] == 1 or all(path.count(".") < 2 for path in sides))
+
+
 def better(one: Compilation, other: Compilation) -> Compilation:
-    """Return the compilation of which less runs dense; the first, if neither has a program."""
-    if other.program is None:
+    """Return the compilation of which less runs dense; the first, if neither has a program.
+
+    Where the picture stands among padded tokens is certain only if all of them have rows.
+    """
+    if other.program is None or other.reasons and presumes_padding(other):
         return one
     return min(one, other, key=lambda found: (found.program is None, len(found.reasons)))
+
+
+def presumes_padding(found: Compilation) -> bool:
+    """Return True if the tokens behind the first ones of an argument are taken for padding."""
+    return any(r.startswith("tokens/1:") for leaf in found.capture.leaves for r in leaf.roles)

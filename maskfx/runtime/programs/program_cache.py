@@ -23,18 +23,13 @@ from maskfx.compiler.compile import Compilation, compile_capture
 from maskfx.config import Settings
 from maskfx.errors import InputError, SizesDisagree
 from maskfx.ir.grids import mask_shape
+from maskfx.ir.lru import LruCache
 from maskfx.ir.objects import copied_tree, copy_tree
 from maskfx.ir.program import Program
 from maskfx.ir.values import copies, has_meta, same_values
 from maskfx.runtime.execution.dense_fallback import graph_in_full
 from maskfx.runtime.execution.executor import BatchExecutor
-from maskfx.runtime.programs.attempts import (
-    asks_for_size,
-    better,
-    is_frozen_program,
-    treats_alone,
-    tried_in_vain,
-)
+from maskfx.runtime.programs.attempts import Attempt, narrowest, tried_in_vain
 from maskfx.runtime.programs.buffer_states import BufferStates
 from maskfx.runtime.programs.program_files import ProgramFiles, compiled_as
 from maskfx.runtime.programs.proof import (
@@ -51,6 +46,8 @@ from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall, ValidatedInputs
 
 log = logging.getLogger(__name__)
+
+DISORDERED = 32  # kept: sizes that a program has no rows for, by why
 
 
 class ProgramCache:
@@ -74,7 +71,7 @@ class ProgramCache:
         self._verdicts: dict[Size, str] = {}  # what is wrong with a program; empty: nothing
         self._doubtful: set[Size] = set()  # verified with weights of zero, which hide errors
         self._without: dict[tuple[int, Size], Compilation] = {}
-        self._disordered: dict[tuple[int, str], Compilation] = {}
+        self._disordered: LruCache[tuple[int, str], Compilation] = LruCache(DISORDERED)
         self._split: set[int] = set()  # compilations of calls that run sample by sample
         self._fingerprint = fingerprint
         self._sharing = Sharing(module, self._how, shared_programs())
@@ -232,26 +229,10 @@ class ProgramCache:
     ) -> Compilation:
         """Capture and compile the module for these arguments, in the way that narrows most."""
         dense = self.settings.mode == "dense"
-        if any(is_frozen_program(one, inputs, single) for one in self.every):
-            new = self._compiled(inputs, single=single, fixed=True)
-            if new.program is not None:
-                return new
-        new = self._compiled(inputs, not dense, single)
-        if not dense and not single and treats_alone(new):
-            new = better(new, self._compiled(inputs, one=True))
-        if not dense and asks_for_size(new):
-            new = better(new, self._compiled(inputs, single=single, fixed=True))
-        return new
+        return narrowest(self._compiled, self.every, inputs, dense, single)
 
-    def _compiled(
-        self,
-        inputs: dict[str, object],
-        attempt: bool = True,
-        single: bool = False,
-        fixed: bool = False,
-        one: bool = False,
-    ) -> Compilation:
-        asked = attempt, single, fixed, one, self.compares
+    def _compiled(self, inputs: dict[str, object], how: Attempt) -> Compilation:
+        asked = how.attempt, how.single, how.fixed, how.one, self.compares, how.grid
         found = capture(self.module, inputs, self.roles, *asked)
         plans, stretches = bool(self.settings.plans), self.settings.stretches
         return compile_capture(found, plans=plans, stretches=stretches, layouts=self.layouts)
@@ -298,7 +279,8 @@ class ProgramCache:
             for one in self.every
             if one.program is None or id(one) not in wrong or one.program.code in right
         ]
-        every = [*kept, *self._without.values(), *self._disordered.values()]
+        disordered = (one for _, one in self._disordered.items())
+        every = [*kept, *self._without.values(), *disordered]
         return [one for one in every if id(one) not in self._split and not tried_in_vain(one)]
 
     def _proven(
@@ -328,11 +310,12 @@ class ProgramCache:
     def _without_rows(self, compilation: Compilation, why: str) -> Compilation:
         """Return a compilation for calls of sizes that its program has no rows for."""
         key = id(compilation), why
-        if key not in self._disordered:
-            log.warning("%s runs dense: %s", type(self.module).__name__, why)
-            reasons = {**compilation.reasons, "program": why}
-            self._disordered[key] = replace(compilation, program=None, reasons=reasons)
-        return self._disordered[key]
+        known = self._disordered.get(key)
+        if known is not None:
+            return known
+        log.warning("%s runs dense: %s", type(self.module).__name__, why)
+        reasons = {**compilation.reasons, "program": why}
+        return self._disordered.put(key, replace(compilation, program=None, reasons=reasons))
 
     def _verdict(
         self, size: Size, compilation: Compilation, values: list[object], spec: pytree.TreeSpec

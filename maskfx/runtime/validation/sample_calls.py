@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.compile import Compilation
+from maskfx.ir.grids import mask_shape
 from maskfx.ir.objects import copy_tree
 from maskfx.ir.values import has_meta, same_values
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
@@ -39,6 +40,8 @@ from maskfx.runtime.validation.sample_arguments import (
     count_listed,
     join_results,
 )
+
+PICTURE = ("tokens", "frames", "y", "x")
 
 
 class SampleCalls:
@@ -84,6 +87,8 @@ class SampleCalls:
             why = "a sample alone runs dense, too"
         elif len({one.program_code for one in found}) > 1:
             why = "its samples need different graphs"
+        elif len({mask_shape(one.sizes) for one in found}) > 1:
+            why = "its samples have pictures of different sizes"
         self.programs.stays_whole(compilation, why)
         return () if why else tuple(found)
 
@@ -169,6 +174,12 @@ class SampleCalls:
             known = [part_of(cache, i, stacked) for i in range(count)]
             self._parts[cache] = known
         return known
+
+
+def picture_sizes(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of a call whose picture, or whose number of tokens, is that of a sample."""
+    rest = {role: size for role, size in other.items() if role not in PICTURE}
+    return {**rest, **{role: size for role, size in one.items() if role in PICTURE}}
 
 
 def unchanged(one: Inputs, other: Inputs) -> bool:

@@ -324,6 +324,18 @@ def signature_of(module: nn.Module) -> inspect.Signature | None:
         return None
 
 
+def is_declared_number(signature: inspect.Signature | None, name: str) -> bool:
+    """Return True if a parameter is annotated as a number, or has one as its default."""
+    parameter = None if signature is None else signature.parameters.get(name)
+    if parameter is None:
+        return False
+    if parameter.annotation is not inspect.Parameter.empty:
+        noted = parameter.annotation
+        named = noted if isinstance(noted, str) else getattr(noted, "__name__", "")
+        return named in ("int", "float")
+    return isinstance(parameter.default, int | float)
+
+
 def check_arguments(
     module: nn.Module, signature: inspect.Signature | None, inputs: Mapping[str, object]
 ) -> None:
@@ -339,8 +351,11 @@ def check_arguments(
         ) from error
 
 
-def expand_timesteps(inputs: Mapping[str, Any]) -> dict[str, object]:
-    """Expand timesteps to one number per request: requests at different steps share a graph."""
+def expand_timesteps(inputs: Mapping[str, Any], module: nn.Module) -> dict[str, object]:
+    """Expand timesteps to one number per request: requests at different steps share a graph.
+
+    A number that the module declares as one stays as it is.
+    """
     if not isinstance(inputs, Mapping):
         raise InputError(f"inputs must be a mapping of argument names, got {type(inputs).__name__}")
     known = next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() >= 3), None)
@@ -352,6 +367,8 @@ def expand_timesteps(inputs: Mapping[str, Any]) -> dict[str, object]:
         if not any(w in f"_{name}_" for w in STEP_WORDS) or isinstance(value, bool):
             continue
         if isinstance(value, (int, float)) and "timestep" in name:
+            if is_declared_number(signature_of(module), name):
+                continue
             dtype = torch.float32 if isinstance(value, float) else torch.long
             out[name] = torch.full((batch,), value, dtype=dtype, device=known.device)
             continue

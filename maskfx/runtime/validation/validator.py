@@ -28,7 +28,7 @@ from maskfx.runtime.programs.program_cache import ProgramCache
 from maskfx.runtime.sites.mask import Mask, MaskCache
 from maskfx.runtime.steps import AnyStep, EditStep, ValidatedCall, ValidatedInputs
 from maskfx.runtime.validation.sample_arguments import count_listed
-from maskfx.runtime.validation.sample_calls import SampleCalls
+from maskfx.runtime.validation.sample_calls import SampleCalls, picture_sizes
 from maskfx.runtime.validation.validate import (
     RegionChoices,
     check_arguments,
@@ -109,7 +109,7 @@ class Validator:
         mark, known = marked(leaves), self._inputs.get(id(given))
         if known is not None and known[2] == mark:
             return known[3]
-        inputs = expand_timesteps(given)
+        inputs = expand_timesteps(given, self.module)
         check_arguments(self.module, self._signature, inputs)
         _, values, spec = roles_.flatten(inputs)
         with progress.work("capture", f"capture of {type(self.module).__name__}", 3):
@@ -118,7 +118,7 @@ class Validator:
         self.weights.settle()
         sizes = roles_.observed_sizes(compilation.capture.leaves, values)
         if samples:
-            sizes["batch"] = len(samples)
+            sizes = {**picture_sizes(samples[0].sizes, sizes), "batch": len(samples)}
         listed = count_listed(inputs) > 0
         found = ValidatedInputs(values, spec, sizes, compilation, samples, listed)
         self._inputs[id(given)] = (given, leaves, mark, found)  # held: an id may be reused

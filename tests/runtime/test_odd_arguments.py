@@ -1,0 +1,107 @@
+"""Arguments of unusual shapes and names: what can't be narrowed runs dense and is named."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import maskfx
+from maskfx.errors import InputError
+from maskfx.export.exporter import export
+from maskfx.runtime.programs import program_cache
+from tests.factories.own_cases import OWN
+from tests.factories.zoo import Size
+from tests.runtime.test_oracle import assert_near
+
+
+class Sound(nn.Module):
+    """Convolutions along time of [batch, channels, times]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv1d(4, 8, 3, padding=1), nn.Conv1d(8, 4, 3, padding=1)
+        self.time = nn.Linear(1, 8)
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        shift = self.time(timestep.float()[:, None])[:, :, None]
+        out: Tensor = self.last(F.silu(self.first(sample) + shift))
+        return out
+
+
+class Fixed(nn.Module):
+    """A convolution, scaled by a number among the arguments whose name is like a timestep's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(
+        self, sample: Tensor, timestep: Tensor | float, ref_fixed_timestep: float = 0.5
+    ) -> Tensor:
+        shift = torch.as_tensor(timestep).reshape(-1, 1, 1, 1)
+        out: Tensor = self.layer(sample) * math.cos(ref_fixed_timestep) + shift
+        return out
+
+
+def built(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_sound_runs_dense_and_the_report_says_why(batch: int) -> None:
+    module = built(Sound)
+    denoiser = maskfx.compile(module)
+    call: dict[str, Any] = {
+        "sample": torch.randn(batch, 4, 33),
+        "timestep": torch.arange(batch),
+    }
+    output, kept = denoiser.record(**call)
+    mask = torch.ones(denoiser.mask_shape(call), dtype=torch.bool)
+    mask[0] = False
+    assert_near(output, module(**call))
+    assert_near(denoiser.edit([maskfx.EditStep(call, mask, kept)])[0], module(**call))
+    report = denoiser.explain()
+    assert "conv1d" in report
+    assert "its rows fail" not in report
+
+
+def test_a_number_that_the_module_declares_stays_a_number() -> None:
+    """Timesteps beside it become one number per request."""
+    module = built(Fixed)
+    denoiser = maskfx.compile(module)
+    call: dict[str, Any] = {
+        "sample": torch.randn(2, 4, 8, 8),
+        "timestep": 3.0,
+        "ref_fixed_timestep": 0.25,
+    }
+    output, kept = denoiser.record(**call)
+    mask = torch.rand(8, 8) < 0.2
+    assert_near(output, module(**call))
+    assert_near(denoiser.edit([maskfx.EditStep(call, mask, kept)])[0], module(**call))
+    assert [one.reasons for one in denoiser.compilations] == [{}]
+    other = {**call, "ref_fixed_timestep": 0.75}
+    assert_near(denoiser.record(**other)[0], module(**other))
+
+
+@pytest.mark.parametrize("path", [None, 3])
+def test_an_export_without_a_path_is_an_input_error(path: Any) -> None:
+    with pytest.raises(InputError, match="export: path is"):
+        export(built(Fixed), path)
+
+
+@pytest.mark.wrong_program
+def test_sizes_without_rows_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_cache, "DISORDERED", 2)
+    case = OWN["packed-between"]
+    denoiser = maskfx.compile(case.build())
+    inputs = case.inputs(Size(1, 8, 8, 5), 0)
+    denoiser.record(**{**inputs, "count": 10})
+    for count in (64, 65, 66, 67):
+        denoiser.record(**{**inputs, "count": count})
+    assert [one.program is not None for one in denoiser.compilations] == [True, False, False]
