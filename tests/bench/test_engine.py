@@ -19,7 +19,7 @@ def test_all_parts_are_written(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert [row["batch"] for row in found["throughput"]] == [1, 2]
     assert "engine, every step" in found["throughput"][0]
-    sides = {"diffusers static", "engine static", "engine in loop", "engine"}
+    sides = {"diffusers static", "engine static", "engine in loop", "engine", "engine by slack"}
     assert {row["side"] for row in found["arrivals"]} == sides
     assert all(row["p95"] >= row["p50"] > 0 for row in found["arrivals"])
     assert len(found["overhead"]) == 4
