@@ -19,7 +19,8 @@ def test_all_parts_are_written(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert [row["batch"] for row in found["throughput"]] == [1, 2]
     assert "engine, every step" in found["throughput"][0]
-    sides = {"diffusers static", "engine static", "engine in loop", "engine", "engine by slack"}
+    ways = ("engine", "engine static", "engine in loop", "engine in threads", "engine by slack")
+    sides = {"diffusers static", *ways}
     assert {row["side"] for row in found["arrivals"]} == sides
     assert all(row["p95"] >= row["p50"] > 0 for row in found["arrivals"])
     assert len(found["overhead"]) == 4
