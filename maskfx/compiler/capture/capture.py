@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SINGLE_ATTEMPTS = 4  # sizes that are tried for one sample, after others were for a batch
+# of diffusers' blocks: the number of tokens that feed-forward layers compute at once, which saves
+# memory and changes no result; a graph would have each of these layers once per chunk
+CHUNKS = "_chunk_size"
 CAPTURING = RLock()  # an export changes what the whole process shares, such as functions of torch
 
 
@@ -172,10 +175,14 @@ def unless_thin(
 def twin_of(module: torch.nn.Module) -> torch.nn.Module:
     """Return a module with the same weights to export, or the module itself if it has no twin."""
     try:
-        return light_twin(module).module
+        twin = light_twin(module).module
     except (NoTwin, NotLight) as error:
         log.debug("%s is exported itself: %s", type(module).__name__, error)
         return module
+    for part in twin.modules():
+        if vars(part).get(CHUNKS):
+            setattr(part, CHUNKS, None)
+    return twin
 
 
 @dataclass(frozen=True)
