@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.nn.modules.dropout import _DropoutNd
 from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 
@@ -93,6 +94,9 @@ def capture(
     elif acts_within(module):
         notes.append("hooks act on its parts in the middle of a call: offloading or caching")
         attempt = False
+    elif drops_values(module):
+        notes.append("dropout acts in each call, as its parts are in training mode: call eval()")
+        attempt = False
     elif taken := names_of_graphs(module):
         notes.append(
             f"a graph can't have a weight or part named {', '.join(taken)}: rename it, or compile "
@@ -140,6 +144,15 @@ def capture(
         single=single,
         interrupted=interrupted,
     )
+
+
+def drops_values(module: torch.nn.Module) -> bool:
+    """Return True if a layer of the module sets random values to zero, unlike in every other call.
+
+    Such layers do so in training mode only.
+    """
+    layers = (part for part in module.modules() if isinstance(part, _DropoutNd))
+    return any(layer.training and layer.p > 0 for layer in layers)
 
 
 def names_of_graphs(module: torch.nn.Module) -> list[str]:
