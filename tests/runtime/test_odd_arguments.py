@@ -89,6 +89,30 @@ def test_a_number_that_the_module_declares_stays_a_number() -> None:
     assert_near(denoiser.record(**other)[0], module(**other))
 
 
+class Dropping(Fixed):
+    """A layer of it sets random values to zero in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(self.layer, nn.Dropout(0.5))  # type: ignore[assignment]
+
+
+def test_dropout_in_training_mode_runs_dense_until_eval() -> None:
+    """It isn't captured, as no two calls are alike."""
+    module = built(Dropping).train()
+    denoiser = maskfx.compile(module)
+    call: dict[str, Any] = {"sample": torch.randn(1, 4, 8, 8), "timestep": torch.tensor([3.0])}
+    denoiser.record(**call)
+    assert "dropout acts in each call" in denoiser.explain()
+    assert [one.program for one in denoiser.compilations] == [None]
+    module.eval()
+    output, kept = denoiser.record(**call)
+    mask = torch.rand(8, 8) < 0.2
+    assert_near(output, module(**call))
+    assert_near(denoiser.edit([maskfx.EditStep(call, mask, kept)])[0], module(**call))
+    assert [one.reasons for one in denoiser.compilations] == [{}]
+
+
 @pytest.mark.parametrize("path", [None, 3])
 def test_an_export_without_a_path_is_an_input_error(path: Any) -> None:
     with pytest.raises(InputError, match="export: path is"):

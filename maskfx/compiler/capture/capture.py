@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.nn.modules.dropout import _DropoutNd
 from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SINGLE_ATTEMPTS = 4  # sizes that are tried for one sample, after others were for a batch
+# of diffusers' blocks: the number of tokens that feed-forward layers compute at once, which saves
+# memory and changes no result; a graph would have each of these layers once per chunk
+CHUNKS = "_chunk_size"
 CAPTURING = RLock()  # an export changes what the whole process shares, such as functions of torch
 
 
@@ -89,6 +93,9 @@ def capture(
         notes.append('mode="dense" leaves the module as it is')
     elif acts_within(module):
         notes.append("hooks act on its parts in the middle of a call: offloading or caching")
+        attempt = False
+    elif drops_values(module):
+        notes.append("dropout acts in each call, as its parts are in training mode: call eval()")
         attempt = False
     elif taken := names_of_graphs(module):
         notes.append(
@@ -139,6 +146,15 @@ def capture(
     )
 
 
+def drops_values(module: torch.nn.Module) -> bool:
+    """Return True if a layer of the module sets random values to zero, unlike in every other call.
+
+    Such layers do so in training mode only.
+    """
+    layers = (part for part in module.modules() if isinstance(part, _DropoutNd))
+    return any(layer.training and layer.p > 0 for layer in layers)
+
+
 def names_of_graphs(module: torch.nn.Module) -> list[str]:
     """Return the names of a module's own weights and parts that are attributes of every graph."""
     own = (module._parameters, module._buffers, module._modules)
@@ -172,10 +188,14 @@ def unless_thin(
 def twin_of(module: torch.nn.Module) -> torch.nn.Module:
     """Return a module with the same weights to export, or the module itself if it has no twin."""
     try:
-        return light_twin(module).module
+        twin = light_twin(module).module
     except (NoTwin, NotLight) as error:
         log.debug("%s is exported itself: %s", type(module).__name__, error)
         return module
+    for part in twin.modules():
+        if vars(part).get(CHUNKS):
+            setattr(part, CHUNKS, None)
+    return twin
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,54 @@
+"""Feed-forward layers that diffusers' blocks compute in chunks, `enable_forward_chunking`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.attention import BasicTransformerBlock
+from torch import Tensor, nn
+
+import maskfx
+from tests.factories.masks import MASKS
+from tests.runtime.test_oracle import assert_near
+
+
+class Chunked(nn.Module):
+    """A block of diffusers over packed tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 4)
+        self.block = BasicTransformerBlock(16, 2, 8, activation_fn="gelu")
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
+        x = self.first(hidden_states) + timestep.float()[:, None, None] / 10
+        out: Tensor = self.last(self.block(x))
+        return out
+
+
+def call(tokens: int, seed: int) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "hidden_states": torch.randn(1, tokens, 4, generator=draw),
+        "timestep": torch.tensor([seed]),
+    }
+
+
+def test_one_capture_serves_any_number_of_chunks() -> None:
+    torch.manual_seed(0)
+    module: Any = Chunked().eval().requires_grad_(False)
+    module.block.set_chunk_feed_forward(4, 1)
+    denoiser = maskfx.compile(module)
+    for seed, tokens in enumerate((24, 40)):
+        output, kept = denoiser.record(**call(tokens, seed))
+        wanted = module(**call(tokens, seed))
+        mask = MASKS["random"]((tokens,), seed)
+        assert_near(output, wanted)
+        got = denoiser.edit([maskfx.EditStep(call(tokens, seed), mask, kept)])[0]
+        assert_near(got, wanted)
+    (found,) = denoiser.compilations
+    assert found.program is not None
+    assert found.capture.frozen is None
+    assert sum("gelu" in str(node.target) for node in denoiser.graph.graph.nodes) == 1
+    assert module.block._chunk_size == 4
