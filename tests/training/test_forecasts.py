@@ -27,7 +27,7 @@ def test_a_table_has_each_schedule_and_selection(name: str) -> None:
     table = load_table(FOLDER / name / FILE)
     found = [(run.masked, len(run.times), run.computed) for run in table.runs]
     wanted = []
-    for masked, fitted in ((False, FITTED), (True, EDITS)):
+    for masked, fitted in ((False, FITTED), (True, EDITS[name])):
         for steps, strength, every, least in fitted:
             calls, selection = int(steps * strength), StepSelection(every, least=least)
             chosen = tuple(n for n in range(calls) if selection.computes(n, calls))
@@ -65,7 +65,7 @@ def test_pictures_that_no_weights_were_fitted_on_are_closer_than_by_extrapolatio
 
 
 @pytest.mark.slow
-@each
+@pytest.mark.parametrize("name", [name for name in names() if EDITS[name]])
 def test_edits_that_no_weights_were_fitted_on_are_closer_than_by_extrapolation(name: str) -> None:
     family = PipelineSet.of(load_pipeline(name, "float32", "cpu"), maskfx.compile, told_by(name))
     member, plain = family.main, maskfx.Quality.of("balanced")
