@@ -52,9 +52,9 @@ class Quality:
             table of noise levels, as in Stable Diffusion; others, such as flow models, extrapolate
             outputs. "fitted": outputs by weights of the latents and of all outputs computed before,
             which `maskfx fit-forecast` fits on the model's own runs and keeps in its folder.
-            Applies to the schedules and selections of steps that were fitted; others extrapolate
-            outputs, which explain() reports. "auto", that of "fast" and "balanced": the same,
-            without a report.
+            Applies to the schedules and selections of steps that were fitted, and to those of
+            other numbers of steps that are near; others extrapolate outputs, which explain()
+            reports. "auto", that of "fast" and "balanced": the same, without a report.
         feather: Width in pixels, inside the mask's edge, over which the new image fades in.
             Defaults to 0.
         reuse: "template" (default) records a missing template, then edits it. "steps" needs none:

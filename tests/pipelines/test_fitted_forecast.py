@@ -107,14 +107,36 @@ def test_weights_are_of_the_nearest_schedule_and_of_the_steps_that_were_computed
     assert table.weights([(0, 900.0)], 1, 601.0, 4) == (0.5, 2.0)
     assert table.weights([(0, 910.0)], 1, 608.0, 4) == (0.7, 1.0)
     assert table.weights([(0, 900.0), (2, 300.0)], 3, 0.0, 4) == (0.1, 0.2, 0.3)
-    assert table.weights([(0, 900.0)], 1, 500.0, 4) is None  # another schedule
+    assert table.weights([(0, 700.0)], 1, 500.0, 4) is None  # another schedule
     assert table.weights([(0, 900.0), (1, 600.0)], 3, 0.0, 4) is None  # other steps
-    for count in (None, 5):
-        assert table.weights([(0, 900.0)], 1, 600.0, count) is None
     assert table.weights([(0, 900.0)], 1, 600.0, 4, masked=True) is None  # of whole pictures
     of_edits = table.with_run(FittedRun(RUN.times, RUN.computed, {1: (0.9, 1.0)}, masked=True))
     assert of_edits.weights([(0, 900.0)], 1, 601.0, 4, masked=True) == (0.9, 1.0)
     assert of_edits.weights([(0, 900.0)], 1, 601.0, 4) == (0.5, 2.0)
+
+
+def test_other_numbers_of_steps_have_the_weights_of_the_same_time() -> None:
+    long = FittedRun(
+        (900.0, 700.0, 500.0, 300.0, 100.0, 0.0),
+        (0, 3),
+        {1: (0.2, 1.2), 2: (0.4, 1.6), 4: (0.1, 0.2, 0.3), 5: (0.3, 0.4, 0.5)},
+    )
+    table = ForecastTable("unet", [long])
+
+    def weights(known: list[tuple[int, float]], now: int, time: float) -> Any:
+        found = table.weights(known, now, time, 9)
+        return found if found is None else pytest.approx(found)
+
+    assert weights([(0, 900.0)], 1, 800.0) == (0.1, 1.1)  # half way from the last output
+    assert weights([(0, 900.0)], 2, 600.0) == (0.3, 1.4)
+    assert weights([(0, 900.0)], 3, 400.0) == (0.5, 1.8)  # behind the last that was fitted
+    assert weights([(0, 910.0)], 2, 610.0) == (0.3, 1.4)
+    assert weights([(0, 900.0), (4, 320.0)], 5, 70.0) == (0.2, 0.3, 0.4)
+    assert weights([(0, 900.0)], 4, 299.0) is None  # beyond the gap
+    assert weights([(0, 950.0)], 1, 800.0) is None
+    assert weights([(0, 900.0), (2, 500.0)], 3, 400.0) is None  # computed elsewhere
+    assert weights([(0, 900.0), (4, 300.0), (5, 100.0)], 6, 0.0) is None
+    assert table.weights([(0, 900.0)], 1, 800.0, 9, masked=True) is None
 
 
 def test_a_run_replaces_that_of_its_own_schedule_and_selection() -> None:
@@ -210,10 +232,19 @@ def test_the_weights_are_those_of_the_table(place: Any, monkeypatch: pytest.Monk
     assert not torch.equal(outputs[3], outputs[0])
 
 
+def test_another_number_of_steps_uses_them(place: Any) -> None:
+    pipe, more = place(FLUX, fitted(FLUX).run), {"num_inference_steps": 11}
+    found, other = (
+        latents(pipe, **call(FLUX, 1, **more), quality=quality(kind))
+        for kind in ("fitted", "output")
+    )
+    assert not torch.equal(found, other)
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_what_was_not_fitted_is_extrapolated_and_noted(there: bool, place: Any) -> None:
     pipe = place(FLUX, fitted(FLUX).run) if there else anew(FLUX, quality=quality())
-    given = {"num_inference_steps": 13}
+    given = {"strength": 0.5}
     found = latents(pipe, **call(FLUX, 1, **given))
     assert unfitted(pipe)
     wanted = latents(pipe, **call(FLUX, 1, **given), quality=quality("output"))
@@ -226,7 +257,7 @@ def test_auto_uses_them_and_says_nothing_where_there_are_none(place: Any, tmp_pa
     assert torch.equal(made["auto"], made["fitted"])
     assert not torch.equal(made["auto"], made["output"])
     for kind in ("output", "auto"):
-        given = call(FLUX, 2, num_inference_steps=13)
+        given = call(FLUX, 2, strength=0.5)
         made[kind] = latents(pipe, **given, quality=quality(kind))
     assert torch.equal(made["auto"], made["output"])
     assert not unfitted(pipe)

@@ -27,7 +27,7 @@ def test_a_table_has_each_schedule_and_selection(name: str) -> None:
     table = load_table(FOLDER / name / FILE)
     found = [(run.masked, len(run.times), run.computed) for run in table.runs]
     wanted = []
-    for masked, fitted in ((False, FITTED), (True, EDITS)):
+    for masked, fitted in ((False, FITTED), (True, EDITS[name])):
         for steps, strength, every, least in fitted:
             calls, selection = int(steps * strength), StepSelection(every, least=least)
             chosen = tuple(n for n in range(calls) if selection.computes(n, calls))
@@ -38,9 +38,10 @@ def test_a_table_has_each_schedule_and_selection(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("steps", "every"), [(20, 7), (30, 8)])
 @each
 def test_pictures_that_no_weights_were_fitted_on_are_closer_than_by_extrapolation(
-    name: str,
+    name: str, steps: int, every: int
 ) -> None:
     pipe = load_pipeline(name, "float32", "cpu")
     family = PipelineSet.of(pipe, maskfx.compile, told_by(name))
@@ -49,12 +50,12 @@ def test_pictures_that_no_weights_were_fitted_on_are_closer_than_by_extrapolatio
     for seed, prompt in ((70, "a shiny red ball on the sand"), (71, "a blue cube on the grass")):
         made = {}
         for kind in ("dense", *likeness):
-            given = arguments_for(family, member, seed, 20, prompt, 1.0)
-            quality = maskfx.Quality(every=7, least=2, unmasked=True)
+            given = arguments_for(family, member, seed, steps, prompt, 1.0)
+            quality = maskfx.Quality(every=every, least=2, unmasked=True)
             if kind == "dense":
                 quality = maskfx.Quality()
             elif kind == "fitted":
-                quality = maskfx.Quality(every=7, least=2, unmasked=True, forecast="fitted")
+                quality = replace(quality, forecast="fitted")
             with torch.no_grad():
                 made[kind] = np.asarray(member.pipe(**given, quality=quality).images[0])
         for kind, found in likeness.items():
@@ -64,7 +65,7 @@ def test_pictures_that_no_weights_were_fitted_on_are_closer_than_by_extrapolatio
 
 
 @pytest.mark.slow
-@each
+@pytest.mark.parametrize("name", [name for name in names() if EDITS[name]])
 def test_edits_that_no_weights_were_fitted_on_are_closer_than_by_extrapolation(name: str) -> None:
     family = PipelineSet.of(load_pipeline(name, "float32", "cpu"), maskfx.compile, told_by(name))
     member, plain = family.main, maskfx.Quality.of("balanced")

@@ -28,6 +28,9 @@ SCHEMA = 1
 # Of a schedule's range: times that differ by less are the same step, such as with the shift of
 # another picture size.
 APART = 0.03
+# Of that range: computed steps of another number of steps may lie so far from those that were
+# fitted for their weights to serve.
+NEAR = 0.04
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,46 @@ class FittedRun:
 
     def distance(self, steps: Sequence[int], times: Sequence[float]) -> float | None:
         """Return how far these times of steps are from the own ones; None if it is too far."""
-        own = [self.times[step] for step in steps]
-        span = abs(self.times[0] - self.times[-1])
-        furthest = max(abs(a - b) for a, b in zip(own, times, strict=True))
-        return furthest if furthest <= APART * span else None
+        furthest = self._furthest(steps, times)
+        return furthest if furthest <= APART * self._span else None
+
+    def shared(self, times: Sequence[float], time: float) -> tuple[float, tuple[float, ...]] | None:
+        """Return the weights of a step of a run of another number of steps, with their distance.
+
+        They are those of as long a time after the last computed step, on the line between two steps
+        that were fitted. None if the computed steps before lie elsewhere, or the time is beyond the
+        gap that was fitted.
+
+        Args:
+            times: Those of the computed steps so far.
+            time: That of the step.
+        """
+        count, gone = len(times), abs(time - times[-1])
+        known, following = self.computed[:count], self.computed[count : count + 1]
+        if len(known) < count or self._furthest(known, times) > NEAR * self._span:
+            return None
+        last, stop = known[-1], following[0] if following else len(self.times)
+        steps = [step for step in range(last + 1, stop) if step in self.weights]
+        end = min(stop, len(self.times) - 1)
+        if not steps or gone > self._after(last, end):
+            return None
+        upper = next((n for n in steps if self._after(last, n) >= gone), steps[-1])
+        lower = max((n for n in steps if n < upper), default=last)
+        held = (*[0.0] * count, 1.0)  # the last output itself
+        one, other = self.weights.get(lower, held), self.weights[upper]
+        part = (gone - self._after(last, lower)) / self._after(lower, upper)
+        found = tuple((1 - part) * a + part * b for a, b in zip(one, other, strict=True))
+        return self._furthest(known, times), found
+
+    def _after(self, one: int, other: int) -> float:
+        return abs(self.times[other] - self.times[one])
+
+    @property
+    def _span(self) -> float:
+        return abs(self.times[0] - self.times[-1])
+
+    def _furthest(self, steps: Sequence[int], times: Sequence[float]) -> float:
+        return max(abs(self.times[n] - t) for n, t in zip(steps, times, strict=True))
 
     def stored(self) -> dict[str, object]:
         weights = {str(step): list(values) for step, values in self.weights.items()}
@@ -117,7 +156,10 @@ class ForecastTable:
                 distance = run.distance(steps, times)
                 if distance is not None:
                     found.append((distance, run.weights[now]))
-        return min(found)[1] if found else None
+        if found:
+            return min(found)[1]
+        alike = [run.shared(times[:-1], time) for run in self.runs if run.masked == masked]
+        return min((one for one in alike if one is not None), default=(0.0, None))[1]
 
     def with_run(self, run: FittedRun) -> ForecastTable:
         """Return a table in which this run replaces that of the same schedule and selection."""
