@@ -137,6 +137,8 @@ class ServeSettings(BaseModel):
     loading_seconds: float = Field(30.0, ge=0)  # for which a call waits while the model loads
     shutdown_timeout: float = Field(60.0, gt=0)
     quality: Literal["fast", "balanced", "faithful"] = "balanced"
+    # when the template of a picture is recorded; until then its edits go by their own steps
+    record_at: Literal["first-edit", "second-edit"] = "first-edit"
     # which steps of whole pictures are computed, unless a request's quality chooses
     whole_quality: Literal["all-steps", "half-steps", "third-steps", "fifth-steps"] = "all-steps"
     # whole pictures compute the patches that changed by this much since they were; None: all

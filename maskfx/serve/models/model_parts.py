@@ -36,9 +36,14 @@ HOST_BYTES = 4 << 30  # of templates, where the free memory isn't known
 HOST_SHARE, DEVICE_SHARE = 0.5, 0.25  # of the free memory at the start
 
 
+OWN_STEPS = 4  # `Quality.refresh` of edits without a template
+
+
 def quality_of(settings: ServeSettings) -> Quality:
     """Return the quality of the server's pictures."""
     quality = Quality.of(settings.quality)
+    if settings.record_at == "second-edit":
+        quality = replace(quality, reuse="auto", refresh=OWN_STEPS)
     if settings.patches is None and settings.patch_judge is None:
         if settings.patch_order is not None:
             raise InputError(
