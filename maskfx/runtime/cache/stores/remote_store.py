@@ -357,11 +357,15 @@ class RemoteStore:
         await asyncio.sleep(max(0.0, self._looked + self._looked_after - time.monotonic()))
         with self._lock:
             limits, self._limits, self._trimming = self._limits, None, False
-        if limits is not None:
-            try:
-                await self.writes.run_in_loop(lambda: self._gc(*limits), REMOVALS)
-            except Unavailable:
-                self._count(failed_writes=1)
+        if limits is None:
+            return
+        writing = not self._queue.idle
+        try:
+            await self.writes.run_in_loop(lambda: self._gc(*limits), REMOVALS)
+        except Unavailable:
+            self._count(failed_writes=1)
+        if writing:  # what wasn't written yet wasn't counted
+            self.trim(*(self._limits or limits))
 
     # Parts of the above.
 
