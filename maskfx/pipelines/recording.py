@@ -203,18 +203,12 @@ def run_recording(call: PipelineCall, key: TemplateKey, **noise: object) -> None
 def run_whole_recording(call: PipelineCall, key: TemplateKey, **changed: object) -> None:
     """Run the pipeline once with the arguments of the template and others; record the run.
 
-    A step that the template doesn't store is extrapolated, as in the edits that read it.
+    The outputs of steps that the template doesn't store are extrapolated.
     """
     state = call.state
     title = "recording of the template"
-    handler = RecordHandler(
-        state.library,
-        key.name,
-        key.selection,
-        title,
-        state.codes,
-        skips=key.selection.skips,
-    )
+    library, recorded = state.library, key.selection
+    handler = RecordHandler(library, key.name, recorded, title, state.codes, skips=recorded.skips)
     with progress.work("recording", title), errors_hidden():
         call.as_recorded().with_arguments(key.arguments).run(handler, **changed)
         if vars(call.pipe).get("_interrupt"):  # the steps after that are missing
