@@ -365,7 +365,10 @@ class RemoteStore:
         except Unavailable:
             self._count(failed_writes=1)
         if writing:  # what wasn't written yet wasn't counted
-            self.trim(*(self._limits or limits))
+            with self._lock:
+                self._limits = self._limits or limits
+            if self._queue.idle:
+                self._trim_soon()
 
     # Parts of the above.
 
