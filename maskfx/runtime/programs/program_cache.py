@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -232,8 +232,7 @@ class ProgramCache:
         return narrowest(self._compiled, self.every, inputs, dense, single)
 
     def _compiled(self, inputs: dict[str, object], how: Attempt) -> Compilation:
-        asked = how.attempt, how.single, how.fixed, how.one, self.compares, how.grid
-        found = capture(self.module, inputs, self.roles, *asked)
+        found = capture(self.module, inputs, self.roles, compare=self.compares, **asdict(how))
         plans, stretches = bool(self.settings.plans), self.settings.stretches
         return compile_capture(found, plans=plans, stretches=stretches, layouts=self.layouts)
 

@@ -43,9 +43,9 @@ def test_a_second_size_is_captured_at_that_size_at_once(monkeypatch: pytest.Monk
     asked: list[bool] = []
     own = vars(program_cache)["capture"]
 
-    def fixed(module: Any, inputs: Any, roles: Any, *how: Any) -> Any:
-        asked.append(how[2])
-        return own(module, inputs, roles, how[0], how[1], True, *how[3:])
+    def fixed(module: Any, inputs: Any, roles: Any, **how: Any) -> Any:
+        asked.append(how["fixed"])
+        return own(module, inputs, roles, **how | {"fixed": True})
 
     monkeypatch.setattr(program_cache, "capture", fixed)
     denoiser = maskfx.compile(tiny())
