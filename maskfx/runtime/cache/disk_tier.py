@@ -81,12 +81,23 @@ class DiskTier:
                 )
             return None
 
-    def put(self, key: EntryKey, cache: StepCache) -> bool:
-        """Write a step; return False if it can't be stored or written."""
+    def put(self, key: EntryKey, cache: StepCache, trims: bool = True) -> bool:
+        """Write a step; return False if it can't be stored or written.
+
+        Args:
+            key: Its key.
+            cache: The step.
+            trims: Whether others are removed for it; else it isn't written beyond the limit.
+        """
         if self.store is None:
             return False
         payload = encoded(key, cache)
-        if payload is None or not self.store.put(key, payload):
+        if payload is None:
+            return False
+        if not trims and self._limit is not None:
+            if self.store.total_bytes() + len(payload) > self._limit:
+                return False
+        if not self.store.put(key, payload):
             return False
         self.trim()
         return True
