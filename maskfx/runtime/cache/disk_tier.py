@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from math import inf
 from threading import Lock
 
 from maskfx.errors import CacheError
@@ -94,10 +95,8 @@ class DiskTier:
         payload = encoded(key, cache)
         if payload is None:
             return False
-        if not trims and self._limit is not None:
-            if self.store.total_bytes() + len(payload) > self._limit:
-                return False
-        if not self.store.put(key, payload):
+        limit = inf if trims or self._limit is None else self._limit - self.store.total_bytes()
+        if len(payload) > limit or not self.store.put(key, payload):
             return False
         self.trim()
         return True

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 from maskfx.runtime.cache.stores.store_entry import EntryKey
 from maskfx.runtime.cache.tier_entry import Tier, TierEntry
 
-PROTECTED = 0.75  # share of a tier that entries which were read keep from sparing ones
+PROTECTED = 0.75  # share of a tier that templates which were read keep from a spared one
 
 
 def least_used(
@@ -25,18 +26,28 @@ def least_used(
         pinned: Returns whether an entry is pinned.
         budget: The bytes of the tier.
         spared: The template that needs the room, if it is one that may never be read: its own
-            entries stay, and so do those that were read, the latest first, up to a share of the
-            tier.
+            entries stay, and so do templates that were read, the latest first, until they take a
+            share of the tier.
     """
-    free = (e for e in entries if e.tier is tier and not e.moving and not pinned(e.key))
-    if spared is None:
-        return min(free, key=lambda entry: entry.used, default=None)
-    room, unprotected = PROTECTED * budget, list[TierEntry]()
-    for entry in sorted(free, key=lambda entry: -entry.used):
-        if entry.key.template == spared:
-            continue
-        if entry.read and room >= entry.nbytes:
-            room -= entry.nbytes
-        else:
-            unprotected.append(entry)
-    return unprotected[-1] if unprotected else None
+    free = [e for e in entries if e.tier is tier and not e.moving and not pinned(e.key)]
+    if spared is not None:
+        kept = {spared, *in_use(free, PROTECTED * budget)}
+        free = [entry for entry in free if entry.key.template not in kept]
+    return min(free, key=lambda entry: entry.used, default=None)
+
+
+def in_use(entries: Sequence[TierEntry], share: float) -> list[str]:
+    """Return the templates that were read last, until their bytes reach a share."""
+    nbytes, used = Counter[str](), dict[str, int]()
+    for entry in entries:
+        template = entry.key.template
+        nbytes[template] += entry.nbytes
+        if entry.read:
+            used[template] = max(entry.used, used.get(template, 0))
+    found, room = list[str](), share
+    for template in sorted(used, key=lambda name: -used[name]):
+        if room <= 0:
+            break
+        found.append(template)
+        room -= nbytes[template]
+    return found

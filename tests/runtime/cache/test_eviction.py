@@ -43,15 +43,16 @@ def test_a_sparing_template_evicts_unread_ones_and_none_in_use() -> None:
 
 
 def test_what_was_read_long_ago_gives_a_share_of_the_room_to_sparing_templates() -> None:
-    tiers = Tiers(host_bytes=4 * ONE)
-    put(tiers, "used", 0, 1, 2, 3)
-    for step in (3, 2, 1, 0):
-        tiers.get(key("used", step))
+    tiers = Tiers(host_bytes=8 * ONE)
+    for template in "abcd":
+        put(tiers, template, 0, 1)
+    for template in "dcba":
+        tiers.get(key(template, 1))  # one entry is enough: without the other it is of no use
     with tiers.sparing("new"):
-        put(tiers, "new", 0)
-        assert held(tiers, "used", 4) == "xxx-", "the one that was read first"
+        put(tiers, "new", 0, 1)
+        assert [held(tiers, template, 2) for template in "abcd"] == ["xx", "xx", "xx", "--"]
         with pytest.raises(BudgetError):
-            put(tiers, "new", 1)
+            put(tiers, "new", 2)
 
 
 def test_a_sparing_template_removes_nothing_on_disk(tmp_path: Path) -> None:
