@@ -116,6 +116,12 @@ class PipelineCall:
     def with_arguments(self, arguments: Arguments) -> PipelineCall:
         return replace(self, arguments=arguments)
 
+    def over(self, pipe: Pipeline, state: PipelineState) -> PipelineCall:
+        """Return the same call, without callbacks, of another copy of the pipeline."""
+        found = CallAdapters.of(resolved(self.options.lora, state.adapters, state.base))
+        arguments = without_callbacks(self.arguments)
+        return replace(self, pipe=pipe, state=state, arguments=arguments, adapters=found)
+
     @contextmanager
     def with_files(self) -> Iterator[PipelineCall]:
         """Hold the files of the call's adapters within the context."""
