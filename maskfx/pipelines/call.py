@@ -26,7 +26,7 @@ from maskfx.pipelines.handlers.autoencoder import AutoencoderCalls
 from maskfx.pipelines.handlers.call_handler import CallHandler
 from maskfx.pipelines.masks.given_masks import accepted_mask
 from maskfx.pipelines.masks.masks import Pictures, in_floats, is_picture, like_mask
-from maskfx.pipelines.masks.videos import VIDEO, is_video
+from maskfx.pipelines.masks.videos import VIDEO, frame_count, is_video, length_of
 from maskfx.pipelines.outputs import as_list, force_images
 from maskfx.pipelines.parts.modular import errors_hidden, with_state
 from maskfx.pipelines.parts.pipeline import Pipeline
@@ -170,17 +170,20 @@ class PipelineCall:
         return bool(self.arguments.get("output_type", usual) != "latent")
 
     def original(self) -> Pictures:
-        """Return the image whose pixels are kept outside the mask; None if it isn't pixels."""
+        """Return the image whose pixels are kept outside the mask; None if it isn't pixels.
+
+        Of a recorded video it is the result, as the argument may be a video to go on from.
+        """
+        template = self.options.template
+        recorded = template.images if isinstance(template, Template) else None
         found: Pictures = self.options.image
+        if found is None and self.state.makes_video:
+            found = recorded
         if found is None and self.accepts_image():
-            found = self.image
-            if found is not None and self.combines_images():
-                found = found[0]
-        if found is None and isinstance(self.options.template, Template):
-            found = self.options.template.images
-        if self.state.makes_video:
-            return found if is_video(found) else None
-        return found if is_picture(found) else None
+            found = self.image[0] if self.combines_images() else self.image
+        found = recorded if found is None else found
+        pixels = is_video(found) if self.state.makes_video else is_picture(found)
+        return found if pixels else None
 
     def count_edited(self, masks: int) -> int:
         """Return how many images to edit, or masks of them, the pipeline itself receives."""
@@ -190,6 +193,11 @@ class PipelineCall:
         if images > 1 and (not self.accepts_image() or self.combines_images()):
             images = 1
         return max(images, masks if self.state.accepts_mask else 1)
+
+    def frames_made(self, masks: int) -> int:
+        """Return the number of frames of the video that the call makes; 1 if it isn't known."""
+        defaults = {name: p.default for name, p in self.state.parameters.items()}
+        return length_of(self.arguments, defaults, masks)
 
     # What the pipeline does with its arguments.
 
@@ -210,11 +218,15 @@ class PipelineCall:
 
         That image is encoded into latents; a control image may not be. Without an autoencoder the
         run begins with its pixels, mixed with noise by `strength`. Latents that the caller passes
-        may replace those of the image, so the probe runs without them.
+        may replace those of the image, so the probe runs without them. A video that isn't as long
+        as the result is one to go on from.
         """
         if self.state.accepts_mask:
             return True
         if self.image is None:
+            return False
+        frames = frame_count(self.image) if self.state.makes_video else 0
+        if frames and frames != self.frames_made(frames):
             return False
         if not autoencoders_of(self.pipe):
             return "strength" in self.state.parameters

@@ -23,7 +23,6 @@ from maskfx.pipelines.masks.videos import (
     VideoMask,
     frame_masks,
     latent_channels,
-    length_of,
     overlay_video,
 )
 from maskfx.pipelines.outputs import as_list, set_template, with_images
@@ -178,7 +177,8 @@ def duration(seconds: float) -> str:
 def run_edit(call: PipelineCall, masks: Tensor, row: int) -> tuple[object, EditHandler]:
     """Run the pipeline once with an edit; return its result and the handler of the run.
 
-    Of several masks the edit is that of all; those of a video belong to its frames.
+    Of several masks the edit is that of all; those of a video belong to its frames, the last one to
+    all frames after it.
 
     If the template has lost an entry by the time it is read (a damaged file, a removed directory),
     or no longer fits, the edit restarts with the same noise after the template was recorded again.
@@ -188,8 +188,9 @@ def run_edit(call: PipelineCall, masks: Tensor, row: int) -> tuple[object, EditH
     mask, several = masks.any(0), state.makes_video and len(masks) > 1
     modules = (denoiser.module for denoiser in state.denoisers.values())
     channels = [n for module in modules for n in latent_channels(module)]
-    length = frames_made(call, len(masks)) if state.makes_video else 1
-    video = VideoMask(masks if several else None, channels, length)
+    length = call.frames_made(len(masks)) if state.makes_video else 1
+    frames = torch.cat([masks, masks[-1:].expand(max(0, length - len(masks)), -1, -1)])
+    video = VideoMask(frames if several else None, channels, length)
     mismatched: set[str] = set()
     chances = CHANCES
     while True:
@@ -225,12 +226,6 @@ def run_edit(call: PipelineCall, masks: Tensor, row: int) -> tuple[object, EditH
             if source is not None and not handler.in_full:
                 state.library.attempts.renewed.pop(source.name, None)
             return result, handler
-
-
-def frames_made(call: PipelineCall, masks: int) -> int:
-    """Return the number of frames that a call makes; 1 if it isn't known."""
-    parameters = call.state.parameters.items()
-    return length_of(call.arguments, {name: p.default for name, p in parameters}, masks)
 
 
 @contextmanager

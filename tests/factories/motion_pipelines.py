@@ -17,7 +17,7 @@ from tests.factories.video_pipelines import (
     film,
     texts,
 )
-from tests.factories.zoo import CROSS, SD15, tiny
+from tests.factories.zoo import CROSS, POOLED, SD15, Draw, tiny
 
 
 def animated(name: str, **more: Any) -> Any:
@@ -76,6 +76,41 @@ def synthesis(name: str) -> Any:
     return pipe_of(name, lambda: parts)
 
 
+def sparse() -> Any:
+    """Build AnimateDiff with a ControlNet that controls some frames."""
+    net = tiny(
+        "SparseControlNetModel",
+        down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"),
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        cross_attention_dim=CROSS,
+        attention_head_dim=2,
+        motion_num_attention_heads=2,
+        conditioning_channels=3,
+        conditioning_embedding_out_channels=(8, 16),
+        use_simplified_condition_embedding=False,
+    )
+    return animated("AnimateDiffSparseControlNetPipeline", controlnet=net)
+
+
+def larger() -> Any:
+    """Build AnimateDiff with the conditions of SDXL: sizes, and a pooled text."""
+    net = of_zoo(
+        "UNetMotionModel",
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=6 * 8 + POOLED,
+    )
+    return animated("AnimateDiffSDXLPipeline", unet=net)
+
+
+def larger_texts(seed: int) -> Arguments:
+    draw = Draw(1200 + seed)
+    pooled = {f"{n}pooled_prompt_embeds": draw.normal(1, POOLED) for n in ("", "negative_")}
+    return {**long(seed), **pooled}
+
+
 long = partial(texts, num_frames=FRAMES)
 changed = partial(texts, strength=0.9)
 
@@ -109,6 +144,22 @@ MOTION_KINDS = (
     VideoKind("TextToVideoSDPipeline", partial(synthesis, "TextToVideoSDPipeline"), long),
     VideoKind(
         "VideoToVideoSDPipeline", partial(synthesis, "VideoToVideoSDPipeline"), resized, "video"
+    ),
+    VideoKind(
+        "AnimateDiffPAGPipeline",
+        partial(animated, "AnimateDiffPAGPipeline", pag_applied_layers="mid"),
+        long,
+    ),
+    VideoKind("AnimateDiffSDXLPipeline", larger, larger_texts),
+    VideoKind(
+        "AnimateDiffSparseControlNetPipeline",
+        sparse,
+        lambda seed: long(seed, conditioning_frames=film(5)[:1]),
+    ),
+    VideoKind(
+        "PIAPipeline",
+        lambda: animated("PIAPipeline", unet=of_zoo("UNetMotionModel", in_channels=9)),
+        lambda seed: long(seed, image=picture(3, SIDE)),
     ),
 )
 VIDEO_KINDS.update({kind.name: kind for kind in MOTION_KINDS})

@@ -1,6 +1,10 @@
 """All pipelines that make videos; each file adds its own."""
 
-from tests.factories import motion_pipelines  # noqa: F401
+from tests.factories import (  # noqa: F401
+    more_video_pipelines,
+    motion_pipelines,
+    sounding_pipelines,
+)
 from tests.factories.video_pipelines import FRAMES, SIDE, VIDEO_KINDS, VideoKind, film, moving
 
 __all__ = ["FRAMES", "SIDE", "VIDEO_KINDS", "VideoKind", "film", "moving"]

@@ -30,16 +30,18 @@ class VideoKind:
     video: str = ""
     mask: str = "mask_image"
     side: int = SIDE  # of each frame
+    frames: int = FRAMES  # of the result
 
 
-def film(seed: int = 0, side: int = SIDE) -> list[Image.Image]:
+def film(seed: int = 0, side: int = SIDE, frames: int = FRAMES) -> list[Image.Image]:
     """Frames of smooth blobs."""
-    return [picture(seed + frame, side) for frame in range(FRAMES)]
+    return [picture(seed + frame, side) for frame in range(frames)]
 
 
-def moving(side: int = SIDE) -> list[Image.Image]:
-    """Masks of a square that moves to the right and down."""
-    return [square(4 + frame, 14 + frame, side) for frame in range(FRAMES)]
+def moving(side: int = SIDE, frames: int = FRAMES) -> list[Image.Image]:
+    """Masks of a square that moves to the right and down, and back from the edge."""
+    places = (frame % (side - 14) for frame in range(frames))
+    return [square(4 + place, 14 + place, side) for place in places]
 
 
 def wan_vae() -> Any:

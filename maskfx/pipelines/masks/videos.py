@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ Frame = TypeVar("Frame")
 
 VIDEO = "video"
 LENGTHS = ("num_frames", "video_length", "frames", VIDEO, "control_video")
+SPANS = (1, 2, 4, 6, 8, 16, 32)  # frames that a latent frame of an autoencoder may stand for
 MASKS = ("mask_video", "mask")  # what a pipeline that makes videos calls the mask of one
 
 
@@ -44,23 +46,21 @@ def frame_masks(given: Pictures) -> Pictures:
 def latent_masks(masks: Tensor, count: int) -> Tensor:
     """Return the mask of each latent frame: where any frame that it may stand for is masked.
 
-    Autoencoders compress time by a fixed factor; most keep the first frame apart. Where both fit,
-    both count.
+    Autoencoders compress time by a few factors; most keep the first frame apart. Where both fit,
+    both count. Where neither fits, as for latents that are a part of a longer video or have frames
+    of padding, each latent frame may stand for any frame.
 
     Args:
         masks: (frames, height, width).
         count: The number of latent frames.
     """
-    frames, spans = len(masks), []
-    if count == frames or count == 1:
-        spans.append([(i * frames // count, (i + 1) * frames // count) for i in range(count)])
-    elif (frames - 1) % (count - 1) == 0:
-        each = (frames - 1) // (count - 1)
-        spans.append([(0, 1), *[(1 + i * each, 1 + (i + 1) * each) for i in range(count - 1)]])
-    if count not in (1, frames) and (frames % count == 0 or not spans):
-        spans.append([(i * frames // count, -(-(i + 1) * frames // count)) for i in range(count)])
-    found = [torch.stack([masks[start:stop].any(0) for start, stop in one]) for one in spans]
-    return torch.stack(found).any(0)
+    frames, found = len(masks), []
+    for alone in range(min(2, count)):
+        each, left = divmod(frames - alone, count - alone)
+        if each in SPANS and not left:
+            bounds = [*range(alone), *range(alone, frames + 1, each)]
+            found.append(torch.stack([masks[a:b].any(0) for a, b in pairwise(bounds)]))
+    return torch.stack(found or [masks.any(0).expand(count, -1, -1)]).any(0)
 
 
 def latent_channels(module: nn.Module) -> list[int]:
@@ -105,19 +105,18 @@ def length_of(arguments: Mapping[str, object], defaults: Mapping[str, object], m
         value = named.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
             return value
-        if is_video(value):
-            return len(frames_of(value))
+        if frames := frame_count(value):
+            return frames
     return masks
 
 
 def video_grid_of(tokens: int, height: int, width: int, length: int) -> Grid | None:
     """Return the latent frames that `tokens` square patches form, and each one's rows and columns.
 
-    Return None if none fit a video of `length` frames, compressed in time by a power of two.
+    Return None if none fit a video of `length` frames, compressed in time as autoencoders do.
     """
-    spans = [1 << n for n in range(6)]
-    counts = {(length - 1) // n + 1 for n in spans if (length - 1) % n == 0}
-    counts |= {length // n for n in spans if length % n == 0}
+    counts = {(length - 1) // n + 1 for n in SPANS if (length - 1) % n == 0}
+    counts |= {length // n for n in SPANS if length % n == 0}
     for patch in range(1, min(height, width) + 1):
         sites = (height // patch) * (width // patch)
         if tokens % sites == 0 and tokens // sites in counts - {1}:
@@ -186,6 +185,11 @@ def frames_of(given: Pictures) -> Sequence[Pictures]:
         return video
     several = isinstance(video, (Tensor, np.ndarray)) and video.ndim == 4
     return list(video) if several else [video]
+
+
+def frame_count(value: object) -> int:
+    """Return the number of frames of pixels; 0 for anything else."""
+    return len(frames_of(value)) if is_video(value) else 0
 
 
 def at(values: Sequence[Frame], index: int) -> Frame:

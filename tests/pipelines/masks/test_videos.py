@@ -45,7 +45,7 @@ def frames(result: Any) -> np.ndarray:
 def whole(kind: VideoKind) -> dict[str, Any]:
     """The mask argument of a plain pipeline that makes everything anew."""
     own = kind.mask != "mask_image"
-    return {kind.mask: [Image.new("L", (kind.side, kind.side), 255)] * FRAMES} if own else {}
+    return {kind.mask: [Image.new("L", (kind.side, kind.side), 255)] * kind.frames} if own else {}
 
 
 def masked_pixels(masks: list[Image.Image]) -> np.ndarray:
@@ -64,7 +64,7 @@ def test_call_without_a_mask_gives_what_the_pipeline_gives(name: str) -> None:
 @kinds
 def test_mask_of_everything_gives_what_the_pipeline_gives(name: str) -> None:
     kind = VIDEO_KINDS[name]
-    white = [Image.new("L", (kind.side, kind.side), 255)] * FRAMES
+    white = [Image.new("L", (kind.side, kind.side), 255)] * kind.frames
     wanted = frames(kind.build()(**given_to(kind), **whole(kind)))
     pipe = maskfx.compile(kind.build(), quality=ALL)
     found = frames(pipe(**given_to(kind), **{kind.mask: white}))
@@ -78,8 +78,10 @@ def test_edit_with_the_arguments_of_its_template_gives_the_recorded_video(name: 
     recorded = pipe(**given_to(kind, **whole(kind)), record=True) if not whole(kind) else None
     if recorded is None:
         pytest.skip("its mask is among the denoiser's inputs, so a run records one mask")
-    found = pipe(**given_to(kind), mask_image=moving(kind.side), template=recorded.template)
-    original, inside = frames(recorded), masked_pixels(moving(kind.side))
+    found = pipe(
+        **given_to(kind), mask_image=moving(kind.side, kind.frames), template=recorded.template
+    )
+    original, inside = frames(recorded), masked_pixels(moving(kind.side, kind.frames))
     assert np.abs(frames(found) - original)[0][inside].max() < EXACT
 
 
@@ -87,7 +89,7 @@ def test_edit_with_the_arguments_of_its_template_gives_the_recorded_video(name: 
 def test_frames_keep_the_pixels_outside_of_their_own_masks(name: str) -> None:
     kind = VIDEO_KINDS[name]
     pipe = maskfx.compile(kind.build(), quality=ALL)
-    masks, more = moving(kind.side), {}
+    masks, more = moving(kind.side, kind.frames), {}
     if not kind.video:
         recorded = pipe(**given_to(kind), record=True)
         original, more = frames(recorded)[0], {"template": recorded.template}
@@ -207,7 +209,7 @@ def test_patches_of_a_video_are_kept_from_step_to_step() -> None:
 def test_each_latent_frame_is_masked_where_one_of_its_frames_is() -> None:
     masks = torch.zeros(9, 1, 1, dtype=torch.bool)
     masks[5] = True
-    assert latent_masks(masks, 3).flatten().tolist() == [False, True, True]
+    assert latent_masks(masks, 3).flatten().tolist() == [False, False, True]
     causal = torch.zeros(13, 1, 1, dtype=torch.bool)
     causal[9] = True
     assert latent_masks(causal, 4).flatten().tolist() == [False, False, False, True]
@@ -219,6 +221,14 @@ def test_latent_frames_of_equal_spans() -> None:
     assert latent_masks(masks, 3).flatten().tolist() == [False, True, False]
     assert latent_masks(masks, 12).flatten().tolist() == masks.flatten().tolist()
     assert latent_masks(masks, 1).flatten().tolist() == [True]
+
+
+def test_latents_whose_frames_are_not_known_are_masked_where_any_frame_is() -> None:
+    masks = torch.zeros(25, 1, 2, dtype=torch.bool)
+    masks[3, 0, 1] = True
+    for count in (3, 6, 8):  # a part of the video, or with frames of padding
+        assert latent_masks(masks, count).tolist() == [[[False, True]]] * count
+    assert latent_masks(masks, 7).flatten(1).any(1).tolist() == [False, True, *[False] * 5]
 
 
 def test_frames_after_the_last_mask_have_the_last_one() -> None:
