@@ -12,7 +12,7 @@ import torch
 from maskfx.errors import AdapterError, BudgetError, Cancelled, EngineError, InputError
 from maskfx.ir import progress
 from maskfx.pipelines.adapters.late_lora import Loras
-from maskfx.pipelines.call import PipelineCall, TemplateKey
+from maskfx.pipelines.call import PipelineCall
 from maskfx.pipelines.call_checks import template_name
 from maskfx.pipelines.digests import digest
 from maskfx.pipelines.handlers.call_handler import RecordHandler
@@ -23,7 +23,12 @@ from maskfx.pipelines.parts.modular import errors_hidden
 from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.pipelines.state import CallOptions, PipelineState, Template
 from maskfx.pipelines.templates.later import Record
-from maskfx.pipelines.templates.template_key import TEMPLATE, count_pictures, seeded_noise
+from maskfx.pipelines.templates.template_key import (
+    TEMPLATE,
+    TemplateKey,
+    count_pictures,
+    seeded_noise,
+)
 from maskfx.pipelines.templates.template_library import TemplateSource
 from maskfx.runtime.reuse.step_selection import EVERY_STEP
 
