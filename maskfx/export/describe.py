@@ -105,8 +105,11 @@ def describe_arguments(capture: Capture, tables: ValueTables) -> list[Item]:
             found.append({"kind": "constant", "name": leaf.path, "value": constant})
         else:
             item: Item = {"kind": "number", "name": leaf.path, "value": hint(value)}
-            sizes = [role for role in leaf.roles if is_size(role)]
-            found.append({**item, "role": sizes[0]} if sizes else item)
+            for axis, _, width in (role.partition("*") for role in leaf.roles):
+                item |= ({"role": axis} if is_size(axis) else {}) | (
+                    {"pixels": int(width)} if width else {}
+                )
+            found.append(item)
     for item in found:
         if item.get("step") and len(item["dims"]) >= 3:
             item["latent"] = True
