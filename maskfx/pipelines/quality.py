@@ -54,7 +54,8 @@ class Quality:
             which `maskfx fit-forecast` fits on the model's own runs and keeps in its folder.
             Applies to the schedules and selections of steps that were fitted, and to those of
             other numbers of steps that are near; others extrapolate outputs, which explain()
-            reports. "auto", that of "fast" and "balanced": the same, without a report.
+            reports. "auto", that of "fast" and "balanced": the same, without a report, but
+            "output" for edits of a part without a template, which none are fitted for.
         feather: Width in pixels, inside the mask's edge, over which the new image fades in.
             Defaults to 0.
         reuse: "template" (default) records a missing template, then edits it. "steps" needs none:
