@@ -51,8 +51,24 @@ def test_what_was_read_long_ago_gives_a_share_of_the_room_to_sparing_templates()
     with tiers.sparing("new"):
         put(tiers, "new", 0, 1)
         assert [held(tiers, template, 2) for template in "abcd"] == ["xx", "xx", "xx", "--"]
+        put(tiers, "new", 2, 3)
+        assert [held(tiers, template, 2) for template in "abcd"] == ["xx", "xx", "--", "--"]
         with pytest.raises(BudgetError):
-            put(tiers, "new", 2)
+            put(tiers, "new", 4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_templates_of_any_size_find_room_for_one_that_may_be_read(size: int) -> None:
+    """Each is read once it is there, and none of them hinders the next one for good."""
+    tiers = Tiers(host_bytes=8 * ONE)
+    for number in range(20):
+        template, steps = f"t{number}", range(size)
+        with tiers.sparing(template):
+            put(tiers, template, *steps)
+        assert held(tiers, template, size) == "x" * size
+        assert number == 0 or held(tiers, f"t{number - 1}", size) == "x" * size
+        for step in steps:
+            tiers.get(key(template, step))
 
 
 def test_a_sparing_template_removes_nothing_on_disk(tmp_path: Path) -> None:
