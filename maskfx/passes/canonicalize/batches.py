@@ -66,8 +66,7 @@ def canonicalize_batches(graph: fx.Graph, ctx: PassContext) -> int:
 
 def is_multiple(total: SizeExpr, batch: SizeExpr) -> bool:
     """Return True for the number of samples, or of what each has as many of, such as frames."""
-    each = total / batch
-    return not isinstance(total, int) and batch not in each.free_symbols
+    return not isinstance(total, int) and batch not in (total / batch).free_symbols
 
 
 def is_batch(node: fx.Node, batch: SizeExpr) -> bool:
