@@ -121,6 +121,9 @@ def serve(
     ] = None,
     ranks: Annotated[int | None, given("Processes that share a worker's steps.")] = None,
     quality: Annotated[str | None, given("fast, balanced or faithful.")] = None,
+    record_at: Annotated[
+        str | None, given("Templates: at first-edit, second-edit, or in idle time.")
+    ] = None,
     device: Device = None,
     dtype: Annotated[str | None, given("float32, bfloat16 or float16.")] = None,
     helpers: Annotated[str | None, given("Encoders beside the steps: auto, on or off.")] = None,

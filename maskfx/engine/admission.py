@@ -50,6 +50,11 @@ class Admission:
         """Whether no request is queued or active."""
         return not self.active and not self.queued
 
+    @property
+    def are_running(self) -> bool:
+        """Whether any request is queued, or active and not aside."""
+        return len(self.active) > len(self.aside) or bool(self.queued)
+
     def stepping(self) -> list[Ticket]:
         """Return the requests in their denoising loop; needs no lock."""
         return [t for t in tuple(self.active) if t.state is TicketState.STEPPING]
@@ -94,6 +99,11 @@ class Admission:
             ticket.state, ticket.started = TicketState.RUNNING, self._latest
         self.queued = deque(t for i, t in enumerate(kept) if i not in chosen)
         return [kept[index] for index in chosen]
+
+    def join(self, ticket: Ticket) -> None:
+        """Make a ticket that runs already a request."""
+        self._latest = ticket.started = nextafter(max(self._latest, ticket.started), inf)
+        self.active.append(ticket)
 
     def leave(self, ticket: Ticket) -> None:
         """Remove a request that has ended."""

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from typing import TypeVar
 
@@ -19,19 +18,23 @@ from maskfx.engine.admission import Admission
 from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest
 from maskfx.engine.check_engine import check_engine, check_request
 from maskfx.engine.default_admission import Default
+from maskfx.engine.idle_recordings import IdleRecordings
 from maskfx.engine.own_pipeline import OwnPipelines
+from maskfx.engine.parked import Parked
 from maskfx.engine.placement import InRequestThreads, Placement
 from maskfx.engine.round_runner import RoundRunner
 from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.step_admission import step_admission
 from maskfx.engine.step_runner import Step, StepRunner
+from maskfx.engine.template_read_ahead import TemplateReadAhead
 from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState, Told
 from maskfx.errors import Closed
-from maskfx.ir.argument_checks import check_number
+from maskfx.ir.argument_checks import check_number, check_whole
 from maskfx.pipelines.adapters.late_lora import Loras
-from maskfx.pipelines.compile import pipeline_state_of, read_ahead, template
+from maskfx.pipelines.compile import pipeline_state_of, template
 from maskfx.pipelines.encoder_cache import REMEMBER
 from maskfx.pipelines.parts.pipeline import Pipeline
+from maskfx.pipelines.recording import recording_of
 from maskfx.pipelines.runs.run import DenoiserCall
 from maskfx.pipelines.waiting import LOOK
 from maskfx.runtime.hardware.cpu_threads import give_back, settle, share_cores
@@ -56,6 +59,8 @@ class Engine:
         waiting: when a step starts and which calls it batches; defaults to `BatchPolicy()`.
         running: maximum number of requests running at once.
         queue: maximum number of requests waiting besides; `submit` raises `Busy` beyond it.
+        recordings: maximum number of templates waiting to be recorded while no request runs
+            (`record_idle`, `Quality(reuse="idle")`); beyond it, old ones are dropped.
         outside: where encoders, VAE and image codecs run (`maskfx.engine.placement`); defaults
             to the requests' threads.
         remember: bytes of encoder outputs to cache (`maskfx.pipelines.encoder_cache`); 0 disables
@@ -83,6 +88,7 @@ class Engine:
         *,
         running: int = 16,
         queue: int = 256,
+        recordings: int = 32,
         outside: Placement | None = None,
         remember: int = REMEMBER,
         own_process: Collection[str] | OwnProcesses = (),
@@ -93,6 +99,7 @@ class Engine:
         told: Callable[[Step], None] | None = None,
     ) -> None:
         check_engine(waiting, running, queue, outside, remember, ranks, rank_timeout, rounds, told)
+        check_whole("Engine", "recordings", recordings, 0)
         self.waiting = waiting or BatchPolicy()
         slots = min(running, self.waiting.batch)
         self.admission = step_admission(admission, slots, rounds is not None)
@@ -100,11 +107,12 @@ class Engine:
         self.runner = StepRunner(OwnProcesses.of(own_process), ranks, told, rank_timeout)
         self._changed = threading.Condition()
         self._requests = Admission(running, queue, self._changed)
+        self.idle = IdleRecordings(recordings, self._requests, self._changed)
         self._pipelines = OwnPipelines(
-            self._requests, self.runner, self._outside, remember, self._park
+            self._requests, self.runner, self._outside, remember, self._park, self.idle.of
         )
-        self._parked: list[ParkedCalls] = []
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="maskfx-read-ahead")
+        self._parked = Parked(self._changed)
+        self._read_ahead = TemplateReadAhead()
         self._errands: deque[Callable[[], None]] = deque()
         self._closing = False
         self._ended = False  # the loop runs no further step
@@ -141,15 +149,8 @@ class Engine:
             given["lora"] = adapters
         ticket = self._queue(pipe, lambda own: own(*args, **given), deadline, user, told)
         if ticket.state is TicketState.QUEUED and self._requests.is_full:
-            self._reader.submit(self._read_ahead, ticket, pipe, args, given)
+            self._read_ahead.start(ticket, pipe, args, given)
         return ticket
-
-    def _read_ahead(
-        self, ticket: Ticket, pipe: Pipeline, args: tuple[object, ...], given: dict[str, object]
-    ) -> None:
-        """Read the template of a request that still waits from disk."""
-        if ticket.state is TicketState.QUEUED:
-            read_ahead(pipe, args, given)
 
     def record(
         self,
@@ -165,6 +166,16 @@ class Engine:
         return self._queue(
             pipe, lambda own: template(own, *args, lora=lora, **given), deadline, user, told
         )
+
+    def record_idle(
+        self, pipe: Pipeline, *args: object, user: str = "", lora: Loras = None, **given: object
+    ) -> Ticket:
+        """Queue the recording of a template for times in which no request runs.
+
+        It isn't pinned, and evicts no template in use. One that is dropped ends with `Cancelled`.
+        """
+        record = recording_of(args, given, lora)
+        return self.idle.queue(pipe, self._pipelines.run, record, user)
 
     def _queue(
         self,
@@ -194,10 +205,11 @@ class Engine:
         check_number("close", "timeout", timeout, "seconds", or_none=True)
         with self._changed:
             self._closing = True
+            self.idle.end()
             self._changed.notify_all()
         self._loop.join(timeout)
         self._end(f"the engine was closed and gave up what it hadn't finished in {timeout} s")
-        self._reader.shutdown(cancel_futures=True)
+        self._read_ahead.close()
         self._outside.stop()
         self.runner.close()
 
@@ -248,18 +260,7 @@ class Engine:
             first: seconds to wait for any call.
             others: seconds to wait for further ones.
         """
-        began = time.perf_counter()
-        with self._changed:
-            while True:
-                now = time.perf_counter()
-                self._drop(now)
-                found = [p for p in self._parked if p.ticket in tickets]
-                coming = [t for t in tickets if t.state is TicketState.STEPPING]
-                left = began + (others if found else first) - now
-                if len(found) >= len(coming) or left <= 0 or self._ended:
-                    self._parked = [p for p in self._parked if p not in found]
-                    return found
-                self._changed.wait(min(left, LOOK))
+        return self._parked.take(tickets, first, others, lambda: self._ended)
 
     def _notify(self) -> None:
         with self._changed:
@@ -290,15 +291,18 @@ class Engine:
             settle()
             for work in errands:
                 work()
-            if parked and self.rounds is not None:
+            if parked and self.rounds is not None and not parked[0].ticket.idle:
                 stay = self.rounds.start(parked)
                 with self._changed:
-                    self._parked += stay
+                    self._parked.calls += stay
                     if len(stay) == len(parked):  # none is chosen until something changes
                         self._changed.wait(LOOK)
             elif parked:
+                idle = parked[0].ticket.idle
                 self.runner.run(parked)
-                if self.admission is not None:
+                with self._changed:
+                    self.idle.note(parked, self.steps[-1].seconds)
+                if self.admission is not None and not idle:
                     self.admission.note(parked, self.steps[-1])
 
     def _end(self, why: str) -> None:
@@ -306,7 +310,8 @@ class Engine:
         with self._changed:
             self._closing = self._ended = True
             self._requests.end(why)
-            self._drop(time.perf_counter())
+            self.idle.end()
+            self._parked.drop(time.perf_counter())
             self._changed.notify_all()
 
     def _gather(self) -> list[ParkedCalls]:
@@ -316,14 +321,17 @@ class Engine:
         """
         now = time.perf_counter()
         self._admit(now)
-        self._drop(now)
+        self._parked.drop(now)
+        if recording := self.idle.select(now, self._parked.calls):
+            self._parked.remove(recording)
+            return recording
         held = frozenset[Ticket]() if self.rounds is None else self.rounds.held
-        parked = [p for p in self._parked if p.ticket not in held]
+        parked = [p for p in self._parked.calls if p.ticket not in held and not p.ticket.idle]
         if self.admission is not None:
             parked = self.admission.select(now, parked)
-            self._parked = [p for p in self._parked if p.error is None]
+            self._parked.remove([p for p in self._parked.calls if p.error is not None])
         seats = [WaitingRequest(p.at, p.ticket.started, p.overtaken, p.ticket.due) for p in parked]
-        waiting = {id(p.ticket) for p in self._parked}
+        waiting = {id(p.ticket) for p in self._parked.calls}
         stepping = [t for t in self._requests.stepping() if t not in held]
         coming = [t.started for t in stepping if id(t) not in waiting]
         ended = self.steps[-1].ended if self.steps else -inf
@@ -335,35 +343,26 @@ class Engine:
             self._changed.wait(min(left, LOOK) if left > 0 else LOOK)
             return []
         if self.rounds is not None:
-            self._parked = [p for p in self._parked if p.ticket in held]
+            self._parked.remove(parked)
             return parked
         taken = [parked[i] for i in self.waiting.choose(seats)]
         latest = max(p.ticket.started for p in taken)
-        self._parked = [p for p in self._parked if p not in taken]
+        self._parked.remove(taken)
         for left_over in parked:
             left_over.overtaken += left_over not in taken and left_over.ticket.started < latest
         return taken
 
     def _admit(self, now: float) -> None:
         """Start the threads of the requests that are admitted."""
-        for ticket in self._requests.admit(now):
+        for ticket in [*self._requests.admit(now), *self.idle.due(now)]:
             try:
                 threading.Thread(
                     target=self._serve, args=(ticket,), name="maskfx-request", daemon=True
                 ).start()
             except RuntimeError as error:  # no further thread can start; the loop must continue
-                self._requests.leave(ticket)
                 ticket.finish(error=error)
-
-    def _drop(self, now: float) -> None:
-        kept = []
-        for p in self._parked:
-            p.error = p.ticket.stopped(now)
-            if p.error is None:
-                kept.append(p)
-            else:
-                p.answered.set()
-        self._parked = kept
+                self._requests.leave(ticket)
+                self.idle.leave(ticket)
 
     # A request's thread.
 
@@ -377,6 +376,7 @@ class Engine:
             self.runner.release(ticket)
             with self._changed:
                 self._requests.leave(ticket)
+                self.idle.leave(ticket)
                 self._changed.notify_all()
 
     def _park(self, pipe: object, ticket: Ticket, calls: list[DenoiserCall]) -> None:
@@ -391,8 +391,7 @@ class Engine:
         with self._changed:
             if self._ended:
                 raise Closed(ENDED)
-            self._parked.append(parked)
-            self._changed.notify_all()
+            self._parked.add(parked)
         parked.answered.wait()
         if parked.error is not None:
             raise parked.error

@@ -12,6 +12,7 @@ from typing import TypeVar
 from torch import nn
 
 from maskfx.engine.admission import Admission
+from maskfx.engine.idle_recordings import Run, wait_apart
 from maskfx.engine.placement import Placement, RemoteModule, parts_around
 from maskfx.engine.step_runner import StepRunner
 from maskfx.engine.ticket import Ticket
@@ -24,7 +25,8 @@ from maskfx.pipelines.parts.guiders import is_guider
 from maskfx.pipelines.parts.pipeline import is_inner
 from maskfx.pipelines.runs.run import DenoiserCall
 from maskfx.pipelines.schedules.schedule import is_scheduler
-from maskfx.pipelines.waiting import Wait
+from maskfx.pipelines.templates.later import LaterRecordings
+from maskfx.pipelines.waiting import Wait, Waiting
 from maskfx.runtime.reuse.patch_calls import PatchCounts
 
 T = TypeVar("T")  # a pipeline
@@ -40,6 +42,8 @@ class OwnPipelines:
         remember: Bytes of encoder outputs to cache.
         park: Hands the denoiser calls of a request's pipeline to the engine's loop, and returns
             when a step has computed them.
+        later: Returns a request's view of the idle recordings, if there may be any: of a pipeline,
+            whose code `run` runs for a ticket.
     """
 
     def __init__(
@@ -49,10 +53,11 @@ class OwnPipelines:
         outside: Placement,
         remember: int,
         park: Callable[[object, Ticket, list[DenoiserCall]], None],
+        later: Callable[[Ticket, object, Run], LaterRecordings | None],
     ) -> None:
         self._requests, self._runner, self._outside = requests, runner, outside
         self._remembered = EncoderCache(remember)
-        self._park = park
+        self._park, self._later = park, later
         self._tokenizing = threading.RLock()
         self._turns = Turns()
 
@@ -74,6 +79,7 @@ class OwnPipelines:
             execute=lambda calls: self._park(own, ticket, calls),
             alone=False,
             wait=self._wait_of(ticket),
+            later=None if alters_modules(pipe) else self._later(ticket, pipe, self.run),
             encoders=None,  # the engine has a cache of its own
             turn=threading.RLock(),  # nothing that a run observes is shared with other requests
         )
@@ -83,7 +89,13 @@ class OwnPipelines:
         return own
 
     def _wait_of(self, ticket: Ticket) -> Wait:
-        return lambda waiting: self._requests.step_aside(ticket, waiting)
+        def wait(waiting: Waiting) -> None:
+            if ticket.idle:
+                wait_apart(ticket, waiting)
+            else:
+                self._requests.step_aside(ticket, waiting)
+
+        return wait
 
 
 def remember_encoders(pipe: object, denoisers: Mapping[str, object], cache: EncoderCache) -> None:

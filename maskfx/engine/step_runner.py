@@ -41,6 +41,7 @@ class Step:
     degree: int = 1  # ranks that computed it
     cpu: float = 0.0  # seconds of the processor in the thread that computed it
     in_place: bool = False  # adapters were in the weights of one of its denoisers
+    idle: bool = False  # recorded a template while no request ran
 
     @property
     def ended(self) -> float:
@@ -152,8 +153,9 @@ class StepRunner:
         sites = sum(member.sites for member in members)
         took = ended - began
         written = any(d.in_place.in_use for d in denoisers)
+        idle = all(p.ticket.idle for p in parked)
         step = Step(
-            len(parked), began, gathered, took, sites, bubble, members, degree, cpu, written
+            len(parked), began, gathered, took, sites, bubble, members, degree, cpu, written, idle
         )
         self.steps.append(step)
         for p, member in zip(parked, members, strict=True):

@@ -73,6 +73,7 @@ class Ticket:
     sites: int = 0  # computed so far, not counting the recording of a template
     whole: int = 0  # sites that dense steps would have computed
     patches: PatchCounts = field(default_factory=PatchCounts)  # of calls that may reuse patches
+    idle: bool = False  # a recording that no request waits for: steps while no request runs
     _value: object = None
     _error: BaseException | None = None
     _cancelled: bool = False
@@ -92,6 +93,11 @@ class Ticket:
 
     def done(self) -> bool:
         return self._done.is_set()
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it has a result."""
+        return self._done.is_set() and self._error is None
 
     def cancel(self) -> None:
         """Cancel the request; the engine drops it before its next step."""

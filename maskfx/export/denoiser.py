@@ -31,6 +31,11 @@ from maskfx.ir.values import is_wrapped
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.programs.program_cache import ProgramCache
+from maskfx.runtime.validation.sample_arguments import (
+    SampleArguments,
+    count_listed,
+    join_results,
+)
 from maskfx.runtime.validation.validate import expand_timesteps
 from maskfx.runtime.weights import Weights
 
@@ -62,6 +67,7 @@ class ExportedDenoiser(CompiledDenoiser):
         how = settings_of(settings or Settings(), self.compilation)
         super().__init__(module, how, loader=loader)
         self._executor.graphs.run_by(self.graphs.runner)
+        self._arguments = SampleArguments()
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Return what deep copies and pickles are made from: they open the same files."""
@@ -83,14 +89,24 @@ class ExportedDenoiser(CompiledDenoiser):
     def dense(self, inputs: Mapping[str, object]) -> Any:
         """Return what the denoiser's forward would, by the graph that computes all sites."""
         capture = self.capture
-        _, values, spec = roles_.flatten(expand_timesteps(inputs, self.module))
-        if spec != capture.in_spec or not capture.fits(values):
-            paths = [leaf.path for leaf in capture.leaves]
+        given = expand_timesteps(inputs, self.module)
+        paths, values, spec = roles_.flatten(given)
+        if spec == capture.in_spec and capture.fits(values):
+            return self._dense(values)
+        parts = self._arguments.split(given, capture.leaves, batch_of(given, capture))
+        calls = [roles_.flatten(part) for part in parts]
+        if not calls or any(s != capture.in_spec or not capture.fits(v) for _, v, s in calls):
             raise InputError(
-                f"{self.directory.name}: the exported graphs take the arguments {paths} with the "
-                f"constants {capture.named_constants()}, got {roles_.flatten(inputs)[0]}; export "
-                "the denoiser with these arguments"
+                f"{self.directory.name}: the exported graphs take the arguments "
+                f"{[leaf.path for leaf in capture.leaves]} with the constants "
+                f"{capture.named_constants()}, got {paths}; export the denoiser with these "
+                "arguments"
             )
+        return join_results([self._dense(v) for _, v, _ in calls], count_listed(given) > 0)
+
+    def _dense(self, values: Sequence[Any]) -> Any:
+        """Return what the captured graph computes of arguments that it serves."""
+        capture = self.capture
         batch, own = capture.fixed_batch, roles_.observed_sizes(capture.leaves, values)["batch"]
         if batch is None or batch == own:
             return pytree.tree_unflatten(self._flat(values), capture.out_spec)
@@ -111,6 +127,14 @@ class ExportedDenoiser(CompiledDenoiser):
             if index not in capture.constants
         }
         return self.graphs.run("dense", given)
+
+
+def batch_of(inputs: Mapping[str, object], capture: Capture) -> int:
+    """Return the number of samples of a call whose arguments are those of a capture; else 0."""
+    paths, values, _ = roles_.flatten(inputs)
+    if paths != [leaf.path for leaf in capture.leaves]:
+        return 0
+    return roles_.observed_sizes(capture.leaves, values)["batch"]
 
 
 def settings_of(settings: Settings, compilation: Compilation) -> Settings:
@@ -134,12 +158,12 @@ class ExportedCapture(Capture):
     def serves(
         self, module: nn.Module, spec: pytree.TreeSpec, values: Sequence[object], sizes: Sizes
     ) -> bool:
-        same = spec == self.in_spec and self.fits(values) and self._same_frozen(sizes)
-        return same and not self._decides_otherwise(values)
+        return spec == self.in_spec and self.fits(values) and self._same_frozen(sizes)
 
     def fits(self, values: Sequence[object]) -> bool:
-        """Return True if constants and sizes without a role are those of the capture."""
-        return not self._other_constants(values) and not self._other_features(values)
+        """Return True if constants, branches and sizes without a role are those of the capture."""
+        other = self._other_constants(values) or self._other_features(values)
+        return not other and not self._decides_otherwise(values)
 
     def named_constants(self) -> dict[str, object]:
         return {self.leaves[index].path: value for index, value in self.constants.items()}

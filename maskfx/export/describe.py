@@ -15,7 +15,7 @@ from maskfx.compiler.compile import Compilation
 from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts
 from maskfx.export.manifest import FORMAT, check
-from maskfx.export.value_tables import Item, ValueTables, dtype_name, slug
+from maskfx.export.value_tables import IN_ROWS, Item, ValueTables, dtype_name, slug
 from maskfx.ir.json_values import Json
 from maskfx.ir.program import Interface
 from maskfx.ir.pyramid import Level
@@ -40,7 +40,8 @@ def describe(
         not_compared: what wasn't compared with the denoiser ("capture", "graphs"), and why.
     """
     capture, program = compilation.capture, compilation.program
-    interface = Interface(capture.pyramid) if program is None else program.interface
+    rows = program is not None and any(name in graphs for name in IN_ROWS)
+    interface = program.interface if program is not None and rows else Interface(capture.pyramid)
     tables = ValueTables(interface.taps)
     arguments = describe_arguments(capture, tables)
     latent = next((a for a in arguments if a.get("latent")), None)
@@ -104,8 +105,11 @@ def describe_arguments(capture: Capture, tables: ValueTables) -> list[Item]:
             found.append({"kind": "constant", "name": leaf.path, "value": constant})
         else:
             item: Item = {"kind": "number", "name": leaf.path, "value": hint(value)}
-            sizes = [role for role in leaf.roles if is_size(role)]
-            found.append({**item, "role": sizes[0]} if sizes else item)
+            for axis, _, width in (role.partition("*") for role in leaf.roles):
+                item |= ({"role": axis} if is_size(axis) else {}) | (
+                    {"pixels": int(width)} if width else {}
+                )
+            found.append(item)
     for item in found:
         if item.get("step") and len(item["dims"]) >= 3:
             item["latent"] = True

@@ -18,7 +18,7 @@ from maskfx.compiler.compile import Compilation
 from maskfx.compiler.source_dtypes import dtype_of
 from maskfx.errors import InputError
 from maskfx.ir.cuts import piece_of
-from maskfx.ir.lanes import Lane, padded
+from maskfx.ir.lanes import Lane, Tokens, padded
 from maskfx.ir.program import Interface, SideGraph
 from maskfx.ir.sources import Given, Pairs, Source
 
@@ -139,8 +139,8 @@ def dense_graph(capture: Capture, lanes: Sequence[Lane | None]) -> GraphFacts:
     outputs = []
     for number, (node, lane) in enumerate(zip(outputs_of(capture.module), lanes, strict=True)):
         value = node_value(node)
-        name = f"output_{number}"
-        outputs.append(GraphOutput(name, value.dtype, lane, shape=known_shape(value)))
+        name, known = f"output_{number}", lane if has_known_rows(lane) else None
+        outputs.append(GraphOutput(name, value.dtype, known, shape=known_shape(value)))
     inputs = argument_inputs(capture)
     names = [name for i, name in enumerate(inputs) if i not in capture.constants]
     return GraphFacts({name: inputs[name] for name in names}, outputs)
@@ -181,9 +181,22 @@ def outputs_of(module: fx.GraphModule) -> Sequence[fx.Node]:
     return nodes
 
 
+def has_known_rows(lane: Lane | None) -> bool:
+    """Return True if hosts compute the number and places of all rows of a lane."""
+    atoms = [atom for dim in lane.dims for atom in dim] if lane is not None else []
+    return all(
+        is_known(name) for atom in atoms if isinstance(atom, Tokens) for name in atom.segments
+    )
+
+
+def is_known(segment: str) -> bool:
+    """Return True if hosts compute the number and places of these rows."""
+    return piece_of(segment) is None and padded(segment) is None and "+" not in segment
+
+
 def check_segment(name: str) -> None:
     """Raise InputError for rows whose number and places hosts don't compute."""
-    if piece_of(name) is not None or padded(name) is not None or "+" in name:
+    if not is_known(name):
         raise InputError(
             f"export: the rows {name} are a part of a sequence, or pad several or to a fixed "
             'number, which hosts don\'t compute yet; export part="dense", or run the denoiser here'

@@ -33,6 +33,7 @@ from maskfx.passes.canonicalize.sizes import canonicalize_sizes
 from maskfx.passes.canonicalize.slices import canonicalize_slices
 from maskfx.passes.canonicalize.softmax import canonicalize_softmax
 from maskfx.passes.canonicalize.spreads import canonicalize_spreads
+from maskfx.passes.canonicalize.turns import canonicalize_turns
 from maskfx.passes.canonicalize.weights import canonicalize_weights
 from maskfx.passes.canonicalize.writes import canonicalize_writes
 from maskfx.passes.context import PassContext
@@ -114,6 +115,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),
     Pass(canonicalize_batches, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_rolls, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
+    Pass(canonicalize_turns, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_parts, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_softmax, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_weights, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),

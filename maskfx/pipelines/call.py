@@ -49,25 +49,17 @@ from maskfx.pipelines.runs.probe import (
 from maskfx.pipelines.runs.run import Execute, PipelineRun
 from maskfx.pipelines.state import Arguments, CallOptions, PipelineState, Template
 from maskfx.pipelines.templates.template_key import (
+    TemplateKey,
     bind_arguments,
     count_pictures,
     is_states_of_text,
     recording_arguments,
     seeded_noise,
 )
-from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
+from maskfx.runtime.reuse.step_selection import EVERY_STEP
 
 # why a run with parallel="late" may be one that waits
 WITHOUT = "steps are divided by Engine(ranks=2) or more; two neighbouring steps must be computed"
-
-
-@dataclass(frozen=True)
-class TemplateKey:
-    """A call's template: its name, the arguments that record it, and the steps that it stores."""
-
-    name: str
-    arguments: Arguments
-    selection: StepSelection
 
 
 @dataclass(frozen=True)
@@ -115,6 +107,12 @@ class PipelineCall:
 
     def with_arguments(self, arguments: Arguments) -> PipelineCall:
         return replace(self, arguments=arguments)
+
+    def over(self, pipe: Pipeline, state: PipelineState) -> PipelineCall:
+        """Return the same call, without callbacks, of another copy of the pipeline."""
+        found = CallAdapters.of(resolved(self.options.lora, state.adapters, state.base))
+        arguments = without_callbacks(self.arguments)
+        return replace(self, pipe=pipe, state=state, arguments=arguments, adapters=found)
 
     @contextmanager
     def with_files(self) -> Iterator[PipelineCall]:

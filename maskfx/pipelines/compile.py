@@ -30,7 +30,7 @@ from maskfx.pipelines.parts.modular import blocks_of, call_of_blocks, hide_error
 from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.pipelines.parts.stand_in import absent_denoisers, find_denoisers, install, remove
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.recording import prefetch_template, prepare_template
+from maskfx.pipelines.recording import prefetch_template, prepare_template, with_prompt
 from maskfx.pipelines.replaced_parts import let_go, with_part
 from maskfx.pipelines.runs.execute import execute
 from maskfx.pipelines.runs.interception import bars_disabled
@@ -372,9 +372,7 @@ def pipeline_state_of(pipe: object) -> PipelineState:
 def template(pipe: Pipeline, *args: object, lora: Loras = None, **given: object) -> Template:
     """Record the template of a call and pin it in memory, before the first edit needs it."""
     state = pipeline_state_of(pipe)
-    takes = {"image", "prompt"} <= set(state.parameters)
-    if takes and not any("prompt" in name for name in given):
-        given["prompt"] = ""
+    given = with_prompt(state, given)
     with state.turn, progress.hidden(bars_disabled(pipe)):
         options = CallOptions(lora=lora)
         with PipelineCall.bind(pipe, state, args, given, options).with_files() as call:

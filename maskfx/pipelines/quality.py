@@ -13,7 +13,7 @@ from maskfx.runtime.reuse.step_selection import LEAST, WHOLE, StepSelection
 TIMES = ("sync", "late")
 # of the fields of a quality: what they may be
 CHOICES: dict[str, tuple[str, ...]] = {
-    "reuse": ("template", "steps", "auto"),
+    "reuse": ("template", "steps", "auto", "idle"),
     "vae": ("auto", "full", "mask"),
     "forecast": ("output", "clean", "fitted", "auto"),
     "control": TIMES,
@@ -54,13 +54,15 @@ class Quality:
             which `maskfx fit-forecast` fits on the model's own runs and keeps in its folder.
             Applies to the schedules and selections of steps that were fitted, and to those of
             other numbers of steps that are near; others extrapolate outputs, which explain()
-            reports. "auto", that of "fast" and "balanced": the same, without a report.
+            reports. "auto", that of "fast" and "balanced": the same, without a report, but
+            "output" for edits of a part without a template, which none are fitted for.
         feather: Width in pixels, inside the mask's edge, over which the new image fades in.
             Defaults to 0.
         reuse: "template" (default) records a missing template, then edits it. "steps" needs none:
             some steps of the run are computed in full (see `refresh`), the others are edits of
             them. "auto" uses a template that exists or was requested before, and otherwise falls
-            back to "steps".
+            back to "steps". "idle" uses one that exists, and otherwise falls back to "steps", and
+            an engine records the template while it runs no request; without an engine it is "auto".
         refresh: Without a template, a step is computed in full and recorded once the last
             recording is `refresh` steps old. Defaults to 4.
         any_mask: If the mask is an input of the denoiser (as channels, or through a ControlNet),

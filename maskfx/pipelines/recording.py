@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import partial
 from math import inf
 
 import torch
 
 from maskfx.errors import AdapterError, BudgetError, Cancelled, EngineError, InputError
 from maskfx.ir import progress
-from maskfx.pipelines.call import PipelineCall, TemplateKey
+from maskfx.pipelines.adapters.late_lora import Loras
+from maskfx.pipelines.call import PipelineCall
 from maskfx.pipelines.call_checks import template_name
 from maskfx.pipelines.digests import digest
 from maskfx.pipelines.handlers.call_handler import RecordHandler
@@ -18,8 +20,15 @@ from maskfx.pipelines.masks.masks import empty_mask, is_picture
 from maskfx.pipelines.masks.videos import frames_of, is_video
 from maskfx.pipelines.outputs import as_list, images_of, set_template, single_pictures
 from maskfx.pipelines.parts.modular import errors_hidden
-from maskfx.pipelines.state import Template
-from maskfx.pipelines.templates.template_key import TEMPLATE, count_pictures, seeded_noise
+from maskfx.pipelines.parts.pipeline import Pipeline
+from maskfx.pipelines.state import CallOptions, PipelineState, Template
+from maskfx.pipelines.templates.later import Record
+from maskfx.pipelines.templates.template_key import (
+    TEMPLATE,
+    TemplateKey,
+    count_pictures,
+    seeded_noise,
+)
 from maskfx.pipelines.templates.template_library import TemplateSource
 from maskfx.runtime.reuse.step_selection import EVERY_STEP
 
@@ -87,7 +96,7 @@ def source_of_image(call: PipelineCall) -> TemplateSource | None:
 
 
 def ensure_template(call: PipelineCall) -> str | None:
-    """Return the template of this call; with "auto" it is recorded at the second request for it."""
+    """Return the template of this call, recorded if its quality asks for that now; None without."""
     library, key = call.state.library, call.template_key()
     if library.budget is not None and not library.selection.covers(key.selection):
         call.state.notes[
@@ -97,7 +106,7 @@ def ensure_template(call: PipelineCall) -> str | None:
         return None
     request = library.attempts.count_request(key.name)
     if not library.whole(key.name) and library.attempts.refusal(key.name, request) is None:
-        if call.quality.reuse == "auto" and request == 1:
+        if is_for_later(call, key, request):
             return None
         key = try_to_record(call, key, request)
     why = library.attempts.refusal(key.name, request)
@@ -108,7 +117,15 @@ def ensure_template(call: PipelineCall) -> str | None:
     return key.name
 
 
-def try_to_record(call: PipelineCall, key: TemplateKey, request: int) -> TemplateKey:
+def is_for_later(call: PipelineCall, key: TemplateKey, request: int) -> bool:
+    """Return True if a missing template is left to later requests, or to idle time."""
+    reuse, later = call.quality.reuse, call.state.later
+    if reuse == "idle" and later is not None:
+        return not later.waits(key.name, partial(record_over, call), request)
+    return reuse in ("auto", "idle") and request == 1
+
+
+def try_to_record(call: PipelineCall, key: TemplateKey, request: float) -> TemplateKey:
     """Record a template and return its key.
 
     On failure, it is refused to this request and some of the following ones.
@@ -162,6 +179,8 @@ def record_template(call: PipelineCall, key: TemplateKey, request: float = inf) 
     generator per image.
     """
     state, library = call.state, call.state.library
+    if state.later is not None:
+        state.later.begin(key.name)
     with library.recording(key.name, state.wait):
         if library.whole(key.name) or library.attempts.refusal(key.name, request) is not None:
             return
@@ -259,16 +278,7 @@ def prepare_template(call: PipelineCall) -> Template:
     if not call.accepts_image():
         template = record_result(call)[1]
     else:
-        if state.mask_name is not None and call.mask is None:
-            mask = empty_mask(call.image)
-            blank = [mask] * len(frames_of(call.image)) if state.makes_video else mask
-            call = call.with_arguments({**call.arguments, state.mask_name: blank})
-            if not call.quality.any_mask and call.sends_mask():
-                raise InputError(
-                    f"maskfx.template({pipeline}): the denoiser's inputs depend on the mask, so a "
-                    "template serves one mask; pass mask_image= too, or compile with a quality of "
-                    "any_mask=True"
-                )
+        call = with_blank_mask(call)
         key = record_accepted(call, call.template_key())
         template = Template(key.name, call.image)
     if not state.library.is_stored(template.name, state.denoisers):
@@ -280,3 +290,61 @@ def prepare_template(call: PipelineCall) -> Template:
         )
     state.library.pin(template.name)
     return template
+
+
+def with_blank_mask(call: PipelineCall) -> PipelineCall:
+    """Return a call without a mask with one that masks nothing, if its pipeline accepts masks."""
+    state = call.state
+    if state.mask_name is None or call.mask is not None:
+        return call
+    mask = empty_mask(call.image)
+    blank = [mask] * len(frames_of(call.image)) if state.makes_video else mask
+    call = call.with_arguments({**call.arguments, state.mask_name: blank})
+    if not call.quality.any_mask and call.sends_mask():
+        raise InputError(
+            f"maskfx.template({type(call.pipe).__name__}): the denoiser's inputs depend on the "
+            "mask, so a template serves one mask; pass mask_image= too, or compile with a quality "
+            "of any_mask=True"
+        )
+    return call
+
+
+def with_prompt(state: PipelineState, given: Mapping[str, object]) -> dict[str, object]:
+    """Return arguments of a recording with an empty prompt, if the pipeline wants one."""
+    wanted = {"image", "prompt"} <= set(state.parameters)
+    prompted = any("prompt" in name for name in given)
+    return {**given} if prompted or not wanted else {**given, "prompt": ""}
+
+
+def record_over(call: PipelineCall, pipe: Pipeline, state: PipelineState) -> Template:
+    """Record the template of a call, which may have ended, over another copy of its pipeline."""
+    return record_for_later(call.over(pipe, state))
+
+
+def recording_of(args: tuple[object, ...], given: Mapping[str, object], lora: Loras) -> Record:
+    """Return what records the template of a call with these arguments."""
+
+    def record(pipe: Pipeline, state: PipelineState) -> Template:
+        arguments, options = with_prompt(state, given), CallOptions(lora=lora)
+        return record_for_later(PipelineCall.bind(pipe, state, args, arguments, options))
+
+    return record
+
+
+def record_for_later(call: PipelineCall) -> Template:
+    """Record the template of a call that no request waits for, and return it; it isn't pinned.
+
+    It evicts no template that is in use: without room for it, BudgetError is raised.
+    """
+    library, pipeline = call.state.library, type(call.pipe).__name__
+    with call.with_files() as held, progress.hidden():
+        if not held.accepts_image():
+            raise InputError(f"{pipeline}: nothing is recorded ahead without a picture to edit")
+        held = with_blank_mask(held)
+        key = held.template_key()
+        with library.tiers.sparing(key.name):
+            key = try_to_record(held, key, inf)
+        why = library.attempts.refusal(key.name, 0)
+        if why is not None:
+            raise BudgetError(f"{pipeline}: the template isn't recorded: {why}")
+        return Template(key.name, call.image)

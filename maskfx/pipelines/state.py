@@ -21,6 +21,7 @@ from maskfx.pipelines.masks.videos import makes_video, mask_parameter
 from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.runs.run import Execute, Shapes
+from maskfx.pipelines.templates.later import LaterRecordings
 from maskfx.pipelines.templates.template_key import PipelineFingerprint
 from maskfx.pipelines.templates.template_library import TemplateLibrary
 from maskfx.pipelines.waiting import Wait, wait_uninterrupted
@@ -74,6 +75,7 @@ class PipelineState:
     encoders: Encoders | None = None  # those whose outputs calls keep; None in an engine
     alone: bool = False  # whether calls run without an engine
     wait: Wait = wait_uninterrupted  # how a request waits for a recording by another request
+    later: LaterRecordings | None = None  # None: no engine records while it is idle
     fingerprint: PipelineFingerprint = field(default_factory=PipelineFingerprint)
     shapes: Shapes = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)

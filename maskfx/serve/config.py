@@ -44,6 +44,7 @@ class Limits(BaseModel):
     pictures: int = Field(4, ge=1, le=10)  # result images of one call (parameter `n`)
     prompt: int = Field(32_000, gt=0)  # characters
     fields: int = Field(64, gt=0)
+    recordings: int = Field(8, ge=0)  # of a user ahead of edits, waiting for idle time; 0: none
     steps: int = Field(200, gt=0)
     header_seconds: float = Field(10.0, gt=0)
     body_seconds: float = Field(30.0, gt=0)
@@ -138,7 +139,7 @@ class ServeSettings(BaseModel):
     shutdown_timeout: float = Field(60.0, gt=0)
     quality: Literal["fast", "balanced", "faithful"] = "balanced"
     # when the template of a picture is recorded; until then its edits go by their own steps
-    record_at: Literal["first-edit", "second-edit"] = "first-edit"
+    record_at: Literal["first-edit", "second-edit", "idle"] = "first-edit"
     # which steps of whole pictures are computed, unless a request's quality chooses
     whole_quality: Literal["all-steps", "half-steps", "third-steps", "fifth-steps"] = "all-steps"
     # whole pictures compute the patches that changed by this much since they were; None: all

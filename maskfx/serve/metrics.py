@@ -29,6 +29,7 @@ class Metrics:
         self._add_requests()
         self._add_steps()
         self._add_caches()
+        self._add_recordings()
         self._add_adapters()
         self._add_nets()
         self._add_workers()
@@ -110,6 +111,17 @@ class Metrics:
         )
         self.cache_usage_bytes = self._gauge("cache_usage_bytes", "Bytes held.", "tier")
         self._create_tier_series()
+
+    def _add_recordings(self) -> None:
+        self.idle_recordings = self._gauge(
+            "idle_recordings", "Templates that wait to be recorded while no request runs, or are."
+        )
+        self.idle_recordings_finished_total = self._counter(
+            "idle_recordings_finished_total", "Templates that were recorded while no request ran."
+        )
+        self.idle_recordings_dropped_total = self._counter(
+            "idle_recordings_dropped_total", "Such recordings that ended without a template."
+        )
 
     def _add_adapters(self) -> None:
         self.adapter_usage_bytes = self._gauge("adapter_usage_bytes", "LoRAs in memory.")
@@ -233,6 +245,13 @@ class Metrics:
             "failures": self.rank_failures_total,
         }
 
+    def recording_counters(self) -> dict[str, Counter]:
+        """Return the counters of idle recordings by the names that workers send."""
+        return {
+            "finished": self.idle_recordings_finished_total,
+            "dropped": self.idle_recordings_dropped_total,
+        }
+
     def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
@@ -260,6 +279,7 @@ WITHOUT = {"loads": "disk", "lost": "disk", "failures": "disk"}
 ADAPTERS = "adapters"  # what counters of LoRAs begin with
 NETS = "nets"  # what counters of nets begin with
 ROUNDS = "rounds"  # what counters of rounds begin with
+RECORDINGS = "recordings"  # what counters of idle recordings begin with
 SHARED = "disk"  # all workers report the same bytes of this tier
 
 
@@ -278,6 +298,8 @@ class CacheCounts:
         self._net_gauges = {"processes": metrics.net_processes, "nbytes": metrics.net_usage_bytes}
         self._ranks = metrics.ranks
         self._round_counters = metrics.round_counters()
+        self._recordings = metrics.idle_recordings
+        self._recording_counters = metrics.recording_counters()
 
     def heard(self, worker: str, said: dict[str, int]) -> None:
         before = self._said.get(worker, {})
@@ -294,6 +316,8 @@ class CacheCounts:
                 self._net_counters[tier].inc(more)
             if what == ROUNDS and tier in self._round_counters and more > 0:
                 self._round_counters[tier].inc(more)
+            if what == RECORDINGS and tier in self._recording_counters and more > 0:
+                self._recording_counters[tier].inc(more)
             if what == "patches" and more > 0:
                 self._patches.labels(state=tier).inc(more)
             if what == "stretches" and more > 0:
@@ -307,8 +331,15 @@ class CacheCounts:
         """Return the number of ranks that can compute, of all workers; 0 without any."""
         return sum(said.get(f"{ROUNDS}.ranks", 0) for said in self._said.values())
 
+    def recordings(self) -> int:
+        """Return the number of recordings that wait for idle time, of all workers."""
+        return sum(said.get(f"{RECORDINGS}.waiting", 0) for said in self._said.values())
+
     def lost(self, worker: str) -> None:
-        if self._said.pop(worker, None) is not None:
+        """Remove a worker that ended; the recordings that waited there are dropped."""
+        said = self._said.pop(worker, None)
+        if said is not None:
+            self._recording_counters["dropped"].inc(said.get(f"{RECORDINGS}.waiting", 0))
             self._weigh()
 
     def _weigh(self) -> None:
@@ -318,6 +349,7 @@ class CacheCounts:
             self._bytes.labels(tier=tier).set(total)
         found = (said.get(f"{ADAPTERS}.bytes", 0) for said in self._said.values())
         self._adapter_bytes.set(sum(found))
+        self._recordings.set(self.recordings())
         for name, gauge in self._net_gauges.items():
             gauge.set(sum(said.get(f"{NETS}.{name}", 0) for said in self._said.values()))
         self._ranks.set(self.ranks())

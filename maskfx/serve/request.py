@@ -1,16 +1,15 @@
-"""A request, its pictures and results, and the interface `Frontend` that serves it.
+"""A request, its pictures and results, and what the server reports of itself.
 
 One request produces one image; an HTTP call for n images is n requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from typing import Annotated, Any, Literal, Protocol, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 import numpy as np
@@ -40,6 +39,7 @@ class RequestKind(Enum):
     EDIT = "edit"
     GENERATE = "generate"
     RECORD = "record"  # a template, warmed and pinned
+    AHEAD = "ahead"  # a template, recorded while the worker runs no request; not pinned
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,64 +337,4 @@ class Health:
     workers: int = 0
     nodes: dict[str, int] = field(default_factory=dict)  # ready workers by node of a cluster
     ranks: int = 0  # processes that share the workers' steps; 0 if none do
-
-
-class Frontend(Protocol):
-    """Owns requests from their arrival to their result; used by one event loop."""
-
-    def seat(self) -> AbstractContextManager[None]:
-        """Reserve capacity for one call before its body is read.
-
-        Raises ApiError queue_full, draining, model_loading or no_workers if there is none.
-        """
-        ...
-
-    def serve(self, request: Request, pictures: Pictures) -> AsyncIterator[Preview | Finished]:
-        """Yield previews, then Finished, or raise ApiError; closing it cancels the request."""
-        ...
-
-    def models(self) -> list[ServedModel]:
-        """Return the served models, under the names that clients use."""
-        ...
-
-    async def card(self, name: str | None, seconds: float | None) -> Card:
-        """Return the card of a model; waits while it loads, for at most `seconds` if given.
-
-        None names the only model. Raises ApiError model_not_found, model_loading, draining or
-        no_workers.
-        """
-        ...
-
-    async def record(self, request: Request, pictures: Pictures) -> TemplateInfo:
-        """Register, warm and pin a template."""
-        ...
-
-    def templates(self) -> list[TemplateInfo]: ...
-
-    async def forget(self, template: str) -> None:
-        """Delete a template; ApiError template_not_found if there is none."""
-        ...
-
-    def template_picture(self, template: str) -> Pixels:
-        """Return a template's image; ApiError template_not_found if there is none."""
-        ...
-
-    def adapters(self) -> list[AdapterInfo]: ...
-
-    async def register_adapter(self, name: str) -> AdapterInfo:
-        """Make a file of `lora_dir` known, or its new content; ApiError lora_not_found."""
-        ...
-
-    def remove_adapter(self, name: str) -> None:
-        """Forget an adapter and its weights; the file stays. ApiError lora_not_found."""
-        ...
-
-    def health(self) -> Health: ...
-
-    def metrics(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
-        ...
-
-    def count(self, metric: str, **labels: str) -> None:
-        """Increment a counter of `metrics.py`."""
-        ...
+    recordings: int = 0  # that wait for idle time, or are under way

@@ -190,6 +190,57 @@ def test_casts_between_types_are_written(tmp_path: Path) -> None:
         assert error(torch.from_numpy(a).double(), b.double()) < 1e-6
 
 
+class Joining(nn.Module):
+    """Joins values of several types, and copies a value into the rows of several samples."""
+
+    def forward(self, x: Tensor, n: Tensor) -> tuple[Tensor, ...]:
+        rows = x.new_zeros(2, 3 + x.shape[0], 5)
+        rows[:, 3:].copy_(n)
+        return torch.cat([x.half(), x]), torch.concat([x, n], -1), torch.stack([x.half(), n]), rows
+
+
+def test_values_of_several_types_are_joined_and_copied(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    x, n = torch.randn(3, 5), torch.arange(15).view(3, 5)
+    program = torch.export.export(Joining(), (x, n), dynamic_shapes=({0: Dim.AUTO}, {0: Dim.AUTO}))
+    program = program.run_decompositions({})
+    path = tmp_path / "x.onnx"
+    formats.OnnxWriter(tmp_path).write(program, {path: list("abcd")})
+    found = runtime.InferenceSession(str(path)).run(None, {"x": x.numpy(), "n": n.numpy()})
+    for a, b in zip(found, Joining()(x, n), strict=True):
+        assert a.dtype == b.numpy().dtype
+        assert a.shape == b.shape
+        assert error(torch.from_numpy(a).double(), b.double()) < 1e-6
+
+
+class Turned(nn.Module):
+    """An einsum of bfloat16, which ONNX has for wider types only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow = x.bfloat16()
+        return torch.einsum("ab,cb->ac", narrow, narrow)
+
+
+def test_einsums_of_bfloat16_are_computed_in_float32(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    x, path = torch.randn(3, 5), tmp_path / "x.onnx"
+    program = torch.export.export(Turned(), (x,), dynamic_shapes=({0: Dim.AUTO},))
+    formats.OnnxWriter(tmp_path).write(program, {path: ["out"]})
+    onnx = pytest.importorskip("onnx")
+    model = onnx.load(path)
+    [result] = model.graph.output
+    assert result.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16
+    [einsum] = [node for node in model.graph.node if node.op_type == "Einsum"]
+    del model.graph.output[:]
+    model.graph.output.append(
+        onnx.helper.make_tensor_value_info(einsum.output[0], onnx.TensorProto.FLOAT, None)
+    )
+    session = runtime.InferenceSession(model.SerializeToString())
+    [found] = session.run(None, {"x": x.numpy()})
+    wide = x.bfloat16().float()
+    assert error(torch.from_numpy(found), wide @ wide.T) < 1e-6
+
+
 class OneHead(nn.Module):
     """Attention of several heads over keys of one."""
 

@@ -83,7 +83,7 @@ def sana_image() -> Any:
 
 
 def allegro() -> Any:
-    coder = tiny(
+    coder: Any = tiny(
         "AutoencoderKLAllegro",
         latent_channels=4,
         block_out_channels=(8, 8, 8, 8),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -49,11 +50,14 @@ class Motion(nn.Module):
         each: Whether each frame has a text of its own.
         only: Whether the places read one token of the first frame's text.
         spread: Whether the timestep moves the frames of each place.
+        part: Whether the second half of all frames of all samples doesn't attend to itself.
     """
 
-    def __init__(self, each: bool = False, only: bool = False, spread: bool = False) -> None:
+    def __init__(
+        self, each: bool = False, only: bool = False, spread: bool = False, part: bool = False
+    ) -> None:
         super().__init__()
-        self.each, self.only, self.spread = each, only, spread
+        self.each, self.only, self.spread, self.part = each, only, spread, part
         self.first, self.last = nn.Conv2d(4, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 4, 1)
         self.norm, self.conv = nn.GroupNorm(4, WIDTH), nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
         self.out_norm = nn.GroupNorm(2, WIDTH, affine=False)
@@ -73,7 +77,12 @@ class Motion(nn.Module):
         shift = self.shift(emb.repeat_interleave(f, dim=0))
         x = x + self.conv(F.silu(self.norm(x))) + shift[:, :, None, None]
         y = x.permute(0, 2, 3, 1).reshape(b * f, h * w, WIDTH)
-        y = self.text(self.own(y), texts)
+        if self.part:
+            attends, last = y.chunk(2)
+            y = torch.cat([self.own(attends), last])
+        else:
+            y = self.own(y)
+        y = self.text(y, texts)
         x = y.view(b * f, h, w, WIDTH).permute(0, 3, 1, 2)
         x = self.in_time(x, texts, emb, b)
         out = self.last(F.silu(self.out_norm(x)))
@@ -102,10 +111,10 @@ def inputs(each: bool, size: Size, seed: int) -> dict[str, Any]:
     return {**video_inputs(size, seed), "encoder_hidden_states": text}
 
 
-def motion(name: str, *, each: bool = False, only: bool = False, spread: bool = False) -> None:
+def motion(name: str, *, each: bool = False, **options: bool) -> None:
     """Add a case whose frames lie beside the batch."""
     assert name not in OWN, name
-    make = partial(built, partial(Motion, each, only, spread))
+    make = partial(built, partial(Motion, each, **options))
     OWN[name] = Case(name, make, partial(inputs, each), filmed, SIZES, True)
     QUICK.add(name)
 
@@ -113,3 +122,4 @@ def motion(name: str, *, each: bool = False, only: bool = False, spread: bool = 
 motion("motion-text-for-each-frame", each=True)
 motion("motion-one-text", spread=True)
 motion("motion-one-key", only=True)
+motion("motion-part", part=True)

@@ -14,6 +14,7 @@ from tests.factories.zoo import Draw, Size
 
 PADDED = 150  # tokens with the padding behind them
 FRAMES = 3
+PIXELS = 16
 
 
 class Gridded(Arranged):
@@ -61,6 +62,19 @@ class ConvolvedVideo(Gridded):
         return self.mixed(x, timestep, context)
 
 
+class InPixels(ConvolvedTokens):
+    """The sides are in pixels, a site is 16 of them wide, and positions are made of them."""
+
+    def forward(  # type: ignore[override]
+        self, sample: Tensor, timestep: Tensor, context: Tensor, height: int, width: int
+    ) -> Tensor:
+        sides = (height // PIXELS, width // PIXELS)
+        rows, columns = (torch.arange(side, device=sample.device) for side in sides)
+        places = torch.sin(rows[:, None] * 0.3 + columns[None, :] * 0.7).flatten()[:, None]
+        x = self.convolved(self.first(sample) + places.to(sample.dtype), *sides)
+        return self.mixed(x, timestep, context)
+
+
 class PaddedTokens(Gridded):
     """Tokens have padding behind them, which takes part in attention."""
 
@@ -94,6 +108,10 @@ def with_sides(size: Size, seed: int, **more: Any) -> dict[str, Any]:
     return sided(size, seed, height=size.height, width=size.width, **more)
 
 
+def with_pixels(size: Size, seed: int) -> dict[str, Any]:
+    return sided(size, seed, height=PIXELS * size.height, width=PIXELS * size.width)
+
+
 def padded(size: Size, seed: int) -> dict[str, Any]:
     return sided(size, seed, tokens=PADDED, hw=(size.height, size.width))
 
@@ -103,6 +121,7 @@ def each_padded(size: Size, seed: int) -> dict[str, Any]:
 
 
 own("grid-of-tokens", ConvolvedTokens, with_sides, quick=True)
+own("grid-in-pixels", InPixels, with_pixels)
 own("grid-of-padded-tokens", PaddedTokens, padded, quick=True)
 own("grid-of-each-sample", OfEachSample, each_padded)
 own(

@@ -49,7 +49,7 @@ def ltx2(name: str) -> Any:
         caption_channels=32,
         vae_scale_factors=(4, 8, 8),
     )
-    from diffusers.pipelines.ltx2 import LTX2TextConnectors
+    from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
     from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 
     connectors = seeded(

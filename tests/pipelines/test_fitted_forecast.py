@@ -303,6 +303,21 @@ def test_an_edit_without_a_template_is_made_as_a_whole_picture(place: Any) -> No
         assert bool(unfitted(pipe)) == masked
 
 
+def test_auto_extrapolates_an_edit_of_a_part_without_a_template(place: Any) -> None:
+    """Weights of whole pictures are for those: here they are worse than extrapolation."""
+    pipe, made = place(FLUX, fitted(FLUX).run), {}
+    for kind in KINDS:
+        own = replace(quality(kind), reuse="steps")
+        made[kind] = latents(pipe, **call(FLUX, 4, mask_image=square(), quality=own))
+    assert torch.equal(made["auto"], made["output"])
+    assert not torch.equal(made["auto"], made["fitted"])
+    own = replace(quality("auto"), reuse="steps")
+    given = {"mask_image": white(), "quality": own}
+    whole = latents(pipe, **call(FLUX, 4, **given))
+    given["quality"] = replace(own, forecast="fitted")
+    assert torch.equal(whole, latents(pipe, **call(FLUX, 4, **given)))
+
+
 def unfitted(pipe: Any) -> list[str]:
     return [note for note in pipeline_state_of(pipe).notes if UNFITTED in note]
 

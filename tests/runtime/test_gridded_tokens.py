@@ -14,13 +14,16 @@ import maskfx
 from maskfx.compiler.capture.grid_numbers import grid_numbers
 from maskfx.export.denoiser import ExportedDenoiser
 from maskfx.export.exporter import export
+from maskfx.export.host.arguments import check_arguments
+from maskfx.export.manifest import read_manifest
+from tests.export.hosted import arrays
 from tests.factories.masks import MASKS
 from tests.factories.own_cases import OWN
 from tests.factories.own_gridded import PADDED, ConvolvedTokens, PaddedTokens
 from tests.factories.zoo import ZOO, Case, Size
 from tests.runtime.test_oracle import assert_kept_outside, assert_near, relative_error
 
-TOKENS = OWN["grid-of-tokens"]
+TOKENS, PIXELS = OWN["grid-of-tokens"], OWN["grid-in-pixels"]
 HIDREAM = ZOO["HiDreamImageTransformer2DModel-packed"]
 
 
@@ -136,12 +139,29 @@ def test_samples_whose_sides_are_listed_run_one_by_one() -> None:
     assert [one.reasons for one in denoiser.compilations] == [{}]
 
 
-def test_an_export_takes_the_sides_as_numbers(tmp_path: Path) -> None:
-    denoiser = maskfx.compile(TOKENS.build())
-    denoiser.record(**TOKENS.inputs(Size(1, 4, 6, 5), 0))
+def test_sides_in_pixels_are_counted_in_sites() -> None:
+    """Sides that aren't multiples of a site run dense."""
+    denoiser = maskfx.compile(PIXELS.build())
+    sizes = [Size(1, 4, 6, 5), Size(1, 6, 4, 5), Size(2, 5, 7, 3)]
+    calls = [PIXELS.inputs(size, seed) for seed, size in enumerate(sizes)]
+    check(denoiser, PIXELS, calls)
+    assert [denoiser.mask_shape(call) for call in calls] == [(4, 6), (6, 4), (5, 7)]
+    assert [one.reasons for one in denoiser.compilations] == [{}]
+    odd = {**calls[1], "height": calls[1]["height"] + 9}
+    check(denoiser, PIXELS, [odd, calls[0]])
+    assert denoiser.mask_shape(odd) == (24,)
+
+
+@pytest.mark.parametrize("case", [TOKENS, PIXELS], ids=lambda case: case.name)
+def test_an_export_takes_the_sides_as_numbers(case: Case, tmp_path: Path) -> None:
+    denoiser = maskfx.compile(case.build())
+    denoiser.record(**case.inputs(Size(1, 4, 6, 5), 0))
     export(denoiser, tmp_path / "x")
-    host = ExportedDenoiser(TOKENS.build(), tmp_path / "x")
-    check(host, TOKENS, [TOKENS.inputs(Size(1, 5, 7, 3), 0), TOKENS.inputs(Size(2, 6, 4, 5), 1)])
+    calls = [case.inputs(Size(1, 5, 7, 3), 0), case.inputs(Size(2, 6, 4, 5), 1)]
+    check(ExportedDenoiser(case.build(), tmp_path / "x"), case, calls)
+    manifest = read_manifest(tmp_path / "x")
+    read = [check_arguments(manifest, arrays(call)) for call in calls]
+    assert [(one.sizes["y"], one.sizes["x"]) for one in read] == [(5, 7), (6, 4)]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +170,11 @@ def test_an_export_takes_the_sides_as_numbers(tmp_path: Path) -> None:
         ({"a": 4, "b": 6}, 24, {"a": ("y",), "b": ("x",)}),
         ({"a": 4, "b": 6}, 30, {"a": ("y",), "b": ("x",)}),
         ({"a": 4, "b": 6}, 23, {}),
+        ({"a": 64, "b": 96}, 24, {"a": ("y*16",), "b": ("x*16",)}),
+        ({"a": 32, "b": 48}, 24, {"a": ("y*8",), "b": ("x*8",)}),
+        ({"a": 72, "b": 96}, 27, {}),
+        ({"a": 2, "b": 64, "c": 96}, 48, {"a": ("frames",), "b": ("y*16",), "c": ("x*16",)}),
+        ({"a": 64, "b": 96}, 25, {}),
         ({"a": 2, "b": 4, "c": 6}, 48, {"a": ("frames",), "b": ("y",), "c": ("x",)}),
         ({"a": 1, "b": 4, "c": 6}, 24, {"b": ("y",), "c": ("x",)}),
         ({"s.0.0": 4, "s.0.1": 6, "s.1.0": 4, "s.1.1": 7}, 52, {}),

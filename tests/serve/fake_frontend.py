@@ -28,7 +28,10 @@ from maskfx.serve.request import (
 )
 
 EVERYTHING = frozenset(
-    "image images mask template control negative_prompt guidance strength lora seed steps".split()  # noqa: SIM905
+    (
+        *("ahead", "control", "guidance", "image", "images", "lora", "mask"),
+        *("negative_prompt", "seed", "steps", "strength", "template"),
+    )
 )
 CARD = Card(
     name="fake/model",
@@ -124,6 +127,9 @@ class FakeFrontend:
         self.asked.append(Asked(request, pictures))
         self._templates[request.template] = (info, pictures.images[0])
         return info
+
+    def record_ahead(self, request: Request, pictures: Pictures) -> None:
+        self.asked.append(Asked(request, pictures))
 
     def templates(self) -> list[TemplateInfo]:
         return [replace(info) for info, _ in self._templates.values()]

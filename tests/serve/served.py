@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maskfx.serve.config import ServeSettings
+from maskfx.serve.frontend_protocol import Frontend
 from maskfx.serve.http import create_app, make_server
 from maskfx.serve.http.routes.page import FOLDER
 from maskfx.serve.metrics import Metrics
-from maskfx.serve.request import Frontend
 from tests.serve.fake_frontend import FakeFrontend
 
 

@@ -96,3 +96,21 @@ def test_nets_are_counted_and_their_processes_are_those_of_the_living() -> None:
     assert (value_of("processes"), value_of("usage_bytes")) == (3, 12)
     counts.lost("b")
     assert (value_of("processes"), value_of("usage_bytes")) == (1, 7)
+
+
+def test_recordings_of_a_lost_worker_are_dropped() -> None:
+    metrics = Metrics()
+    counts = CacheCounts(metrics)
+
+    def now() -> list[float | None]:
+        names = ("", "_finished_total", "_dropped_total")
+        found = (f"maskfx_idle_recordings{name}" for name in names)
+        return [metrics.registry.get_sample_value(name) for name in found]
+
+    counts.heard("a", {"recordings.waiting": 3, "recordings.finished": 1, "recordings.dropped": 2})
+    counts.heard("b", {"recordings.waiting": 1})
+    assert now() == [4, 1, 2]
+    counts.lost("a")
+    assert now() == [1, 1, 5]
+    counts.heard("a.2", {"recordings.finished": 1})
+    assert now() == [1, 2, 5]

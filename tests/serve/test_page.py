@@ -24,7 +24,7 @@ from maskfx.serve.codecs.paste import paste
 from maskfx.serve.config import Limits, ServeSettings
 from maskfx.serve.errors import ApiError
 from maskfx.serve.http import create_app, make_server
-from maskfx.serve.request import ModelState
+from maskfx.serve.request import ModelState, RequestKind
 from tests.serve.painter import CARD, Painter, drawn, pooled, tinted
 from tests.serve.served import until
 
@@ -927,6 +927,55 @@ def test_guiding_pictures_fit_on_a_phone(visit: Visit, painter: Painter) -> None
 
 
 FULL = ApiError("queue_full", "256 requests wait.", retry_after=3)
+# Recorded while one paints.
+
+AHEAD = replace(CARD, takes=CARD.takes | {"ahead", "template"})
+
+
+def recorded(painter: Painter) -> list[Any]:
+    """The requests for recordings in idle time, and their pictures."""
+    return [asked for asked in painter.asked if asked.request.kind is RequestKind.AHEAD]
+
+
+def test_a_picture_is_recorded_once_and_again_if_its_settings_change(
+    visit: Visit, painter: Painter
+) -> None:
+    painter.serve_models(AHEAD)
+    page = visit()
+    pixels = noise(120, 88)
+    choose(page, "noise.png", png(pixels))
+    until(lambda: len(recorded(painter)) == 1)
+    (first,) = recorded(painter)
+    assert np.array_equal(first.pictures.images[0], pixels)
+    assert (first.request.steps, first.request.user) == (None, "127.0.0.1")
+    page.get_by_label("Prompt").fill("less noise")
+    page.get_by_text("Settings").click()
+    page.get_by_label("Seed").fill("5")
+    page.get_by_label("Steps").fill("7")
+    page.get_by_label("Steps").blur()
+    until(lambda: len(recorded(painter)) == 2)
+    assert recorded(painter)[1].request.steps == 7
+    drag(page, (20, 20), (60, 60))
+    generate(page)
+    expect(page.get_by_role("alert")).to_be_hidden()
+    assert len(recorded(painter)) == 2, "neither the prompt nor the seed matters"
+
+
+def test_a_server_that_records_nothing_ahead_is_not_asked(page: Any, painter: Painter) -> None:
+    drag(page, (60, 70), (180, 90))
+    generate(page)
+    assert not recorded(painter)
+
+
+def test_a_recording_that_is_refused_is_not_shown(visit: Visit, painter: Painter) -> None:
+    painter.serve_models(AHEAD)
+    painter.refuse.append(ApiError("queue_full", "The queue is full."))
+    page = begun(visit())
+    until(lambda: not painter.refuse)
+    page.wait_for_timeout(200)
+    expect(page.get_by_role("alert")).to_be_hidden()
+
+
 MAKING = replace(CARD, generates=True, size=(256, 192))
 
 

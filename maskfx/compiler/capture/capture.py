@@ -9,6 +9,7 @@ separate captures.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -26,7 +27,14 @@ from maskfx.compiler.capture.argument_lanes import placeholder_lane, pyramid_of
 from maskfx.compiler.capture.attempt_sizes import candidates, has_batch, is_thin, uneven
 from maskfx.compiler.capture.branches import BranchesOnSteps, Unexportable, split_off
 from maskfx.compiler.capture.captured import Capture
-from maskfx.compiler.capture.export import drop_refills, export_as_answered, quiet, spell_views
+from maskfx.compiler.capture.export import (
+    drop_refills,
+    export_as_answered,
+    pixels,
+    quiet,
+    spell_views,
+)
+from maskfx.compiler.capture.grid_numbers import side_of
 from maskfx.compiler.capture.light_run import NotLight, light_twin
 from maskfx.compiler.capture.plain_attention import plain_attention
 from maskfx.compiler.capture.roles import Argument, Sizes
@@ -300,6 +308,7 @@ def finish(
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     assert len(placeholders) == len(leaves), (len(placeholders), len(leaves))
     symbols, guards = sizes_by_role(placeholders, leaves), guards_on(placeholders)
+    take_pixels(module.graph, leaves)
     if not returns_batch(module.graph, symbols.get("batch")):
         symbols["batch"] = sizes["batch"]  # samples are counted otherwise, as by a list's length
     pyramid = pyramid_of(sizes, other_bases(symbols, guards) if "y" in sizes and symbolic else ())
@@ -329,6 +338,20 @@ def finish(
     )
 
 
+def take_pixels(graph: fx.Graph, leaves: Sequence[Argument]) -> None:
+    """Let a graph that was exported with sides in sites take them in pixels."""
+    places = list(graph.find_nodes(op="placeholder"))
+    for node, leaf in zip(places, leaves, strict=True):
+        width = pixels(leaf.roles[0]) if leaf.roles and not leaf.tensor else 1
+        sites = node.meta["val"]
+        if width == 1:
+            continue
+        with graph.inserting_after(places[-1]):
+            found = graph.call_function(operator.floordiv, (node, width))
+        found.meta["val"], node.meta["val"] = sites, sites * width
+        node.replace_all_uses_with(found, delete_user_cb=lambda user, own=found: user is not own)
+
+
 def sizes_by_role(
     placeholders: Sequence[fx.Node], leaves: Sequence[Argument]
 ) -> dict[str, SizeExpr]:
@@ -337,7 +360,8 @@ def sizes_by_role(
     for node, leaf in zip(placeholders, leaves, strict=True):
         value = node.meta["val"]
         shape: Sequence[Any] = value.shape if leaf.tensor else (value,)
-        for role, size in zip(leaf.roles, shape, strict=leaf.tensor):
+        roles = leaf.roles if leaf.tensor else [side_of(role, 0)[0] for role in leaf.roles]
+        for role, size in zip(roles, shape, strict=leaf.tensor):
             expr = size.node.expr if isinstance(size, torch.SymInt) else int(size)
             if not isinstance(expr, int) and expr.is_Integer:  # tracing specialized it later
                 expr = int(expr)

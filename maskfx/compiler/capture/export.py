@@ -25,6 +25,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from maskfx.compiler.capture.branches import PlainRun, Unexportable, full_run, going_by, plain_run
 from maskfx.compiler.capture.data_attributes import DataAttributes
+from maskfx.compiler.capture.grid_numbers import side_of
 from maskfx.compiler.capture.keyword_names import allow_keyword_names
 from maskfx.compiler.capture.known_numbers import KnownNumbers
 from maskfx.compiler.capture.packings import Packings
@@ -140,10 +141,12 @@ def export(
         Routings() as routings,
         written_out_attention(),
         equal_sizes(module, leaves),
+        sides_in_pixels(module, leaves),
         named_parameters(module, list(inputs)),
         size_arithmetic(),
     ):
-        program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
+        given = in_sites(leaves, values, spec)
+        program = torch.export.export(module, (), given, dynamic_shapes=shapes, strict=False)
         routings.check()
         free_multiples(program)
         returned = pytree.tree_leaves(program.graph.output_node().args[0])
@@ -199,12 +202,13 @@ def equal_sizes(module: torch.nn.Module, leaves: Sequence[Argument]) -> Iterator
         seen: dict[str, IntLikeType] = {}
         for leaf, value in zip(leaves, values, strict=True):
             shape = value.shape if isinstance(value, torch.Tensor) else (value,)
-            for role, size in zip(leaf.roles, shape, strict=leaf.tensor) if shape else ():
+            roles = leaf.roles if leaf.tensor else tuple(side_of(r, 0)[0] for r in leaf.roles)
+            for role, size in zip(roles, shape, strict=leaf.tensor) if shape else ():
                 if role and isinstance(seen.setdefault(role, size), torch.SymInt):
                     torch._check(size == seen[role])
         if EACH_FRAME in seen and "batch" in seen and "frames" in seen:
             torch._check(seen[EACH_FRAME] == seen["batch"] * seen["frames"])
-        if {"y", "x"} <= {role for leaf in leaves if not leaf.tensor for role in leaf.roles}:
+        if {"y", "x"} <= {role[:1] for leaf in leaves if not leaf.tensor for role in leaf.roles}:
             sites = seen.get("frames", 1) * seen["y"] * seen["x"]
             for role, size in seen.items():
                 if role == "tokens/1":
@@ -217,6 +221,47 @@ def equal_sizes(module: torch.nn.Module, leaves: Sequence[Argument]) -> Iterator
         yield
     finally:
         hook.remove()
+
+
+def in_sites(
+    leaves: Sequence[Argument], values: Sequence[Any], spec: pytree.TreeSpec
+) -> dict[str, Any]:
+    """Return the arguments with sides that are given in pixels as numbers of sites."""
+    found = [
+        side_of(leaf.roles[0], value)[1] if leaf.roles and not leaf.tensor else value
+        for leaf, value in zip(leaves, values, strict=True)
+    ]
+    return dict(pytree.tree_unflatten(found, spec))
+
+
+@contextlib.contextmanager
+def sides_in_pixels(module: torch.nn.Module, leaves: Sequence[Argument]) -> Iterator[None]:
+    """Give the module in pixels the sides that the export counts in sites (`in_sites`).
+
+    So a size in sites is one symbol, and no quotient of one.
+    """
+    widths = [0 if leaf.tensor or not leaf.roles else pixels(*leaf.roles) for leaf in leaves]
+
+    def widen(
+        _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        values, spec = pytree.tree_flatten(dict(kwargs))
+        if len(values) != len(leaves):
+            return None
+        pairs = zip(values, widths, strict=True)
+        return args, pytree.tree_unflatten([v * n if n > 1 else v for v, n in pairs], spec)
+
+    hook = module.register_forward_pre_hook(widen, with_kwargs=True) if max(widths) > 1 else None
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def pixels(role: str) -> int:
+    """Return how many pixels wide a site is, by the role of an integer; 1 for other roles."""
+    return int(role.partition("*")[2] or 1)
 
 
 @contextlib.contextmanager

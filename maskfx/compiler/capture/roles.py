@@ -9,7 +9,8 @@ class of a model. An argument `roles=` overrides what is inferred:
 A role is "batch", "y", "x" (with a scale: "y/2", "x*8"), "frames" of a video, "batch*frames" (an
 entry for each frame of each request), "tokens", "tokens/4" (a flattened grid of patches of 2x2),
 "tokens/1:4096" (the same, with padding behind it up to 4096), "text:NAME" or "" for plain features.
-An integer argument has one role, of the size that it is. A capture serves one number of frames.
+An integer argument has one role, of the size that it is ("y*16": in pixels). A capture serves one
+number of frames.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.channels import position_lists, roles_by_channels
-from maskfx.compiler.capture.grid_numbers import grid_numbers
+from maskfx.compiler.capture.grid_numbers import grid_numbers, side_of
 from maskfx.errors import CaptureError, InputError, SizesDisagree
 from maskfx.ir.cuts import NUMBER
 
@@ -100,8 +102,9 @@ def infer(
     numbers: dict[str, Roles] = {}
     if grid and own is None and picture.tokens is not None:
         numbers = grid_numbers(paths, values, picture.tokens)
+        given = zip(paths, values, strict=True)
         picture = on_grid(
-            picture, {numbers[p][0]: v for p, v in zip(paths, values, strict=True) if p in numbers}
+            picture, dict(side_of(numbers[p][0], v) for p, v in given if p in numbers)
         )
     texts: dict[int, str] = {}
     found: dict[str, Roles] = {}
@@ -370,7 +373,8 @@ def sizes_of(leaves: Sequence[Argument], shapes: Sequence[Sequence[int]]) -> Siz
     sizes: Sizes = {}
     seen: dict[str, str] = {}
     for leaf, shape in zip(leaves, shapes, strict=True):
-        for role, size in zip(leaf.roles, shape, strict=True):
+        sides = zip(leaf.roles, shape, strict=True)
+        for role, size in sides if leaf.tensor else starmap(side_of, sides):
             named = role.startswith(("text:", NUMBER))
             if role in ("batch", "frames", "y", "x", "tokens") or named:
                 if sizes.setdefault(role, int(size)) != size:

@@ -35,6 +35,9 @@ def spell(program: ExportedProgram) -> None:
     spell_complex(program)
     widen_indices(graph)
     spell_casts(graph)
+    cast_joined(graph)
+    spell_copies(graph)
+    widen_einsums(graph)
     spell_outer_products(graph)
     spell_splits(graph)
     spell_repeats(graph)
@@ -69,6 +72,53 @@ def spell_casts(graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=target):
             node.target, node.args = aten._to_copy.default, node.args[:1]
             node.kwargs = {"dtype": node.meta["val"].dtype}
+
+
+def cast_joined(graph: fx.Graph) -> None:
+    """Cast values that are joined to the type of the result, as ONNX joins one type only."""
+    for target in (aten.cat.default, aten.concat.default, aten.stack.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            wanted = node.meta["val"].dtype
+            for part in dict.fromkeys(node.all_input_nodes):
+                value = part.meta["val"]
+                if not isinstance(value, torch.Tensor) or value.dtype == wanted:
+                    continue
+                with graph.inserting_before(node):
+                    cast = graph.call_function(aten._to_copy.default, (part,), {"dtype": wanted})
+                cast.meta["val"] = value.to(wanted)
+                node.replace_input_with(part, cast)
+
+
+def spell_copies(graph: fx.Graph) -> None:
+    """Spell copies into a value as what is copied, of the value's shape and type."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        place, source = node.args[:2]
+        into, value = place.meta["val"], source.meta["val"]
+        with graph.inserting_before(node):
+            if value.dtype != into.dtype:
+                kind = {"dtype": into.dtype}
+                source = graph.call_function(aten._to_copy.default, (source,), kind)
+                source.meta["val"] = value.to(into.dtype)
+        node.target, node.args, node.kwargs = aten.expand_as.default, (source, place), {}
+
+
+def widen_einsums(graph: fx.Graph) -> None:
+    """Compute einsums of bfloat16, which ONNX doesn't have, in float32."""
+    for node in graph.find_nodes(op="call_function", target=aten.einsum.default):
+        value = node.meta["val"]
+        if value.dtype != torch.bfloat16:
+            continue
+        for part in dict.fromkeys(node.all_input_nodes):
+            with graph.inserting_before(node):
+                wide = graph.call_function(aten._to_copy.default, (part,), {"dtype": torch.float32})
+            wide.meta["val"] = part.meta["val"].float()
+            node.replace_input_with(part, wide)
+        node.meta["val"] = value.float()
+        with graph.inserting_after(node):
+            narrow = graph.call_function(aten._to_copy.default, (), {"dtype": value.dtype})
+        narrow.meta["val"] = value
+        node.replace_all_uses_with(narrow)
+        narrow.args = (node,)
 
 
 def widen_indices(graph: fx.Graph) -> None:

@@ -143,7 +143,8 @@ def check_shapes(manifest: Document, values: list[Any]) -> Sizes:
     scaled = []
     for argument, value in zip(manifest["arguments"], values, strict=True):
         if argument.get("role"):
-            sizes[argument["role"]], seen[argument["role"]] = int(value), argument["name"]
+            sites = int(value) // argument.get("pixels", 1)
+            sizes[argument["role"]], seen[argument["role"]] = sites, argument["name"]
         if argument["kind"] != "tensor":
             continue
         name, dims = argument["name"], argument["dims"]

@@ -36,6 +36,7 @@ def canonicalize_batches(graph: fx.Graph, ctx: PassContext) -> int:
     After   y = where(arange(size(x, 0)) < size(a, 0), f(x), g(x))
     and     a, b = chunk(f(cat([x, y])), 2)                          (of x and y as many samples)
     becomes a = f(x); b = f(y)
+    The frames of samples, beside each other along the first axis, are chosen in the same way.
     Keeps   parts that leave out or repeat samples, and what mixes samples.
     """
     batch = ctx.symbols.get("batch")
@@ -45,8 +46,11 @@ def canonicalize_batches(graph: fx.Graph, ctx: PassContext) -> int:
     for node in list(graph.nodes):
         if op_name(node) not in JOINS or len(node.args[0]) < 2 or argument(node, 1, "dim", 0):
             continue
+        total = expression(node_value(node).shape[0])
+        if not is_multiple(total, batch):
+            continue
         spell = Speller(graph, node)
-        new = AllSamples(spell, batch).joined(node)
+        new = AllSamples(spell, total).joined(node)
         if new is None:
             spell.drop()
             continue
@@ -58,6 +62,11 @@ def canonicalize_batches(graph: fx.Graph, ctx: PassContext) -> int:
             if node.op == "call_function" and not node.users:
                 graph.erase_node(node)
     return count
+
+
+def is_multiple(total: SizeExpr, batch: SizeExpr) -> bool:
+    """Return True for the number of samples, or of what each has as many of, such as frames."""
+    return not isinstance(total, int) and batch not in (total / batch).free_symbols
 
 
 def is_batch(node: fx.Node, batch: SizeExpr) -> bool:
@@ -91,7 +100,7 @@ class AllSamples:
 
     Args:
         spell: writes operators before the join of the parts.
-        batch: the number of samples.
+        batch: the number of samples, or of the frames of all samples.
     """
 
     spell: Speller

@@ -22,6 +22,7 @@ def canonicalize_composites(graph: fx.Graph, ctx: PassContext) -> int:
     After   y = slice(x, 1, 0, n) * sigmoid(slice(x, 1, n, 2 n)); z = where(x > 0, x, slopes * x)
     and     s = gather(x, 1, argsort(x, 1))
     and     v, i = max(x, 1) becomes v = amax(x, 1); i = argmax(x, 1)
+    and     v, i = median(x, 1) becomes i = slice(argsort(x, 1), 1, k, k + 1)
     Keeps   sizes that aren't numbers, where these are cut.
     """
     count = 0
@@ -197,6 +198,51 @@ def sort(spell: Speller, node: fx.Node) -> fx.Node | None:
     return node
 
 
+def ranked(spell: Speller, node: fx.Node) -> fx.Node | None:
+    """Rewrite the value at one place of the order along an axis, and its index."""
+    if any(user.target is not operator.getitem for user in node.users):
+        return None
+    median = op_name(node) == "median"
+    source, axis = node.args[0], argument(node, 1 if median else 2, "dim", -1)
+    keep, size = argument(node, 2 if median else 3, "keepdim", False), shape_of(source)
+    if axis is None or not size or not isinstance(size[axis], int):
+        return None
+    place = (size[axis] - 1) // 2 if median else argument(node, 1, "k") - 1
+    for user in list(node.users):
+        own = Speller(spell.graph, user)
+        found = at_rank(own, source, axis, place, value=bool(user.args[1] == 0))
+        own.replace(found if keep else own.emit(aten.squeeze.dim, found, axis))
+    spell.graph.erase_node(node)
+    return node
+
+
+def at_rank(
+    spell: Speller, source: object, axis: int, place: int, *, value: bool = True
+) -> fx.Node:
+    """Return the value, or the index, at a place of the order along an axis, which stays."""
+    found = spell.emit(aten.argsort.default, source, axis, False)
+    if value:
+        found = spell.emit(aten.gather.default, source, axis, found)
+    return spell.emit(aten.slice.Tensor, found, axis, place, place + 1)
+
+
+def quantile(spell: Speller, node: fx.Node) -> fx.Node | None:
+    source, share, axis = node.args[0], argument(node, 1, "q"), argument(node, 2, "dim")
+    shape = shape_of(source)
+    linear = argument(node, 4, "interpolation", "linear") == "linear"
+    if axis is None or not linear or not isinstance(share, float):
+        return None
+    size = shape[axis]
+    if not isinstance(size, int):
+        return None
+    place, rest = int(share * (size - 1)), share * (size - 1) % 1
+    found = at_rank(spell, source, axis, place)
+    if rest:
+        found = spell.emit(aten.lerp.Scalar, found, at_rank(spell, source, axis, place + 1), rest)
+    keep = argument(node, 3, "keepdim", False)
+    return found if keep else spell.emit(aten.squeeze.dim, found, axis)
+
+
 def extreme(spell: Speller, node: fx.Node) -> fx.Node | None:
     """Rewrite values and indices along an axis, which one operator returns, to two operators."""
     largest = node.target is aten.max.dim
@@ -234,13 +280,16 @@ REWRITES: dict[str, Rewrite] = {
     "diff": diff,
     "glu": glu,
     "index": index,
+    "kthvalue": ranked,
     "matmul": by_vector,
     "max": extreme,
+    "median": ranked,
     "min": extreme,
     "mm": mm,
     "mv": by_vector,
     "one_hot": one_hot,
     "prelu": prelu,
+    "quantile": quantile,
     "rrelu": rrelu,
     "sort": sort,
 }

@@ -77,7 +77,9 @@ class EditHandler:
 
     @property
     def forecast(self) -> str:
-        return self.quality.forecast
+        # weights of whole pictures are worse than extrapolation for a part of a given one
+        part = self.template is None and not bool(self.mask.all())
+        return "output" if part and self.quality.forecast == "auto" else self.quality.forecast
 
     @property
     def blends(self) -> bool:

@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from maskfx.pipelines.masks.masks import like_mask
 from maskfx.pipelines.parts.guiders import is_guider, settings_of
 from maskfx.pipelines.parts.pipeline import config_of
 from maskfx.pipelines.parts.stand_in import named_arguments
+from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.weights import Weights
 
 # Arguments that change nothing outside the mask: by name, or by part of a name.
@@ -36,6 +38,15 @@ GUIDANCE = ("guidance", "cfg")
 PROMPT_IMAGES = ("ip_adapter_image", "example_image")  # images that act as a prompt
 TEMPLATE = "template"  # purpose of the noise that all templates are recorded from
 NOTHING = 64  # pixels per side of an empty image
+
+
+@dataclass(frozen=True)
+class TemplateKey:
+    """A call's template: its name, the arguments that record it, and the steps that it stores."""
+
+    name: str
+    arguments: dict[str, Any]
+    selection: StepSelection
 
 
 def bind_arguments(

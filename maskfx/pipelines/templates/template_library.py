@@ -158,12 +158,23 @@ class TemplateLibrary:
             wait(lambda seconds: wait_for_lock(lock, seconds))
         try:
             yield
+        except BaseException:
+            self._abandon(template)
+            raise
         finally:
             self._placed.pop(template, None)  # left by a run that failed
             self._elements.pop(template, None)
             self._early.pop(template, None)
             self._coded.pop(template, None)
             lock.release()
+
+    def _abandon(self, template: str) -> None:
+        """Drop what a run that failed has stored of a template."""
+        for name, step, kind in self._placed.get(template, []):
+            if name == LATENTS:
+                self.tiers.drop(latents_key(template, kind, step))
+            elif name in self.templates:
+                self.tiers.drop(self.templates[name].key(template, step, kind))
 
     def refuse(self, template: str, why: str) -> None:
         """Note that recording failed; some of the next requests run without the template."""
@@ -221,10 +232,11 @@ class TemplateLibrary:
         self, template: str, start: Iterable[Tensor], schedule: Schedule | None = None
     ) -> None:
         """Complete a template after its last step; `start` are the run's initial latents."""
-        placed = self._placed.pop(template, [])
+        placed = self._placed.get(template, [])
         stored = None if schedule is None else schedule.stored()
         calls = [list(call) for call in placed]
         self._put(template, START, 0, start, [calls, stored, dict(self.shares.known)])
+        self._placed.pop(template, None)
         self._recorded[template] = frozenset(placed)
         trim(self._recorded)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from math import inf
 from threading import Lock
 
 from maskfx.errors import CacheError
@@ -81,12 +82,21 @@ class DiskTier:
                 )
             return None
 
-    def put(self, key: EntryKey, cache: StepCache) -> bool:
-        """Write a step; return False if it can't be stored or written."""
+    def put(self, key: EntryKey, cache: StepCache, trims: bool = True) -> bool:
+        """Write a step; return False if it can't be stored or written.
+
+        Args:
+            key: Its key.
+            cache: The step.
+            trims: Whether others are removed for it; else it isn't written beyond the limit.
+        """
         if self.store is None:
             return False
         payload = encoded(key, cache)
-        if payload is None or not self.store.put(key, payload):
+        if payload is None:
+            return False
+        limit = inf if trims or self._limit is None else self._limit - self.store.total_bytes()
+        if len(payload) > limit or not self.store.put(key, payload):
             return False
         self.trim()
         return True

@@ -37,6 +37,7 @@ class TierEntry:
     stored: bool  # on disk too, as far as known
     used: int = 0  # tick of the last use, for eviction
     seen: float = 0.0  # time of the last use in seconds, for the time to live
+    read: bool = False  # since it was put
     moving: bool = False
 
 

@@ -17,9 +17,10 @@ from dataclasses import replace
 from itertools import count
 from threading import Condition, RLock
 
-from maskfx.errors import InputError
+from maskfx.errors import BudgetError, InputError
 from maskfx.runtime.cache.check_tiers import check_habits, check_places
 from maskfx.runtime.cache.disk_tier import DiskTier
+from maskfx.runtime.cache.eviction import least_used
 from maskfx.runtime.cache.movers import HostMover, Mover
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding
 from maskfx.runtime.cache.step_cache import StepCache, Then, has_unread, is_found
@@ -73,6 +74,7 @@ class Tiers:
         self._moved = Condition(self._lock)  # an entry is no longer being moved
         self._kept: dict[EntryKey, TierEntry] = {}
         self._pins: Counter[EntryKey] = Counter()
+        self._sparing: set[str] = set()  # templates
         self._disk = DiskTier(store, disk_bytes, ttl, self._pinned)
         self._loading: dict[EntryKey, Future[StepCache | None]] = {}
         self._counters = TierCounters()
@@ -87,11 +89,26 @@ class Tiers:
         never depends on the tier in which its step was found.
         """
         cache = cache.packed(self.encoding, keep)
-        stored = self._write_through and self._disk.put(key, cache)
+        spared = key.template if key.template in self._sparing else None
+        stored = self._write_through and self._disk.put(key, cache, trims=spared is None)
         with self._lock:
             self._replace(key)
-        if self._keep(key, cache, stored) is None and not stored:
+        if self._keep(key, cache, stored, spared=spared) is None and not stored:
+            if spared is not None:
+                raise BudgetError(f"no room for template {spared} without evicting ones in use")
             self._leave(key, cache)
+
+    @contextmanager
+    def sparing(self, template: str) -> Iterator[None]:
+        """Put a template that may never be read: within the context it evicts none in use.
+
+        It evicts unread and old entries, none on disk; without room, `put` raises BudgetError.
+        """
+        self._sparing.add(template)
+        try:
+            yield
+        finally:
+            self._sparing.discard(template)
 
     def get(self, key: EntryKey, parts: bool = False) -> FoundStep | None:
         """Return a recorded step and its tier, or None; move it to the fastest tier with room.
@@ -195,7 +212,7 @@ class Tiers:
                 self._forget(key)
                 self._counters.expired += 1
             elif kept is not None:
-                self._use(kept)
+                self._use(kept, read=True)
                 return kept.cache, kept.tier
             if self.store is None:
                 return None, Tier.DISK
@@ -252,6 +269,7 @@ class Tiers:
         stored: bool,
         tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST),
         read: Future[StepCache | None] | None = None,
+        spared: str | None = None,
     ) -> StepCache | None:
         """Insert an entry into the first tier with room; return its copy there, or None.
 
@@ -260,7 +278,7 @@ class Tiers:
         """
         nbytes = cache.nbytes()
         for tier in tiers:
-            if not self._budget[tier] or not self._make_room(tier, nbytes):
+            if not self._budget[tier] or not self._make_room(tier, nbytes, spared):
                 continue
             moved = self._mover.to_device if tier is Tier.DEVICE else self._mover.to_host
             try:
@@ -274,11 +292,11 @@ class Tiers:
                     return None
                 self._forget(key)
                 self._kept[key] = kept
-                self._use(kept)
+                self._use(kept, read=read is not None)
             return kept.cache
         return None
 
-    def _make_room(self, tier: Tier, nbytes: int) -> bool:
+    def _make_room(self, tier: Tier, nbytes: int, spared: str | None = None) -> bool:
         """Reserve bytes of a tier, evicting others; return False if pins or its size forbid it."""
         if nbytes > self._budget[tier]:
             return False
@@ -287,20 +305,13 @@ class Tiers:
                 if self._counters.nbytes[tier] + nbytes <= self._budget[tier]:
                     self._counters.nbytes[tier] += nbytes
                     return True
-                victim = self._least_used(tier)
+                pinned, budget = self._pins.__getitem__, self._budget[tier]
+                victim = least_used(self._kept.values(), tier, pinned, budget, spared)
                 if victim is None:
                     return False
                 victim.moving = True
             with self._moving(victim):
                 self._evict(victim)
-
-    def _least_used(self, tier: Tier) -> TierEntry | None:
-        free = (
-            kept
-            for kept in self._kept.values()
-            if kept.tier is tier and not kept.moving and not self._pins[kept.key]
-        )
-        return min(free, key=lambda kept: kept.used, default=None)
 
     def _evict(self, victim: TierEntry) -> None:
         """Evict an entry one tier down: to the host if it has room, else to the disk."""
@@ -366,8 +377,8 @@ class Tiers:
 
     # Under the lock.
 
-    def _use(self, kept: TierEntry) -> None:
-        kept.used, kept.seen = next(self._tick), self._clock()
+    def _use(self, kept: TierEntry, read: bool) -> None:
+        kept.used, kept.seen, kept.read = next(self._tick), self._clock(), kept.read or read
 
     def _is_expired(self, kept: TierEntry) -> bool:
         old = self._ttl is not None and self._clock() - kept.seen > self._ttl

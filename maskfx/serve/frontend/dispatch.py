@@ -23,7 +23,7 @@ from maskfx.runtime.step_kinds import StepKind
 from maskfx.scheduling.load import Scheduler, StepCosts, Work, Worker
 from maskfx.scheduling.step_reports import LoadFacts, Stepped
 from maskfx.serve.errors import CODES, ApiError
-from maskfx.serve.frontend.ticket import TRIES, RequestTicket, generated_name
+from maskfx.serve.frontend.ticket import TRIES, RequestTicket, picture_name
 from maskfx.serve.frontend.worker_pool import WorkerPool, WorkerState
 from maskfx.serve.messages import (
     Cancel,
@@ -284,8 +284,10 @@ class Dispatch:
             pixels = ticket.pictures.images[0]
         else:
             raise ValueError("a picture without pixels")
-        if request.kind is RequestKind.GENERATE and said.template is not None:
-            self.pool.warmed_in_memory(worker, generated_name(pixels), said.template_bytes)
+        made = request.kind is RequestKind.GENERATE and said.template is not None
+        picture = picture_name(pixels) if made else ticket.picture
+        if picture is not None:  # its next edit finds what this worker has or will record
+            self.pool.warmed_in_memory(worker, picture, said.template_bytes)
         mate = self.pool.mates[worker]
         mate.made()
         around = mate.around(ticket.id, now)

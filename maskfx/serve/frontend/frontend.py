@@ -23,10 +23,11 @@ from maskfx.scheduling.step_reports import Stepped
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.adapter_names import AdapterNames
+from maskfx.serve.frontend.ahead_recordings import AheadRecordings
 from maskfx.serve.frontend.dispatch import CostModel, Dispatch
 from maskfx.serve.frontend.readiness import LATER, Readiness, model_loading, queue_full
-from maskfx.serve.frontend.template_images import TemplateImage, TemplateImages
-from maskfx.serve.frontend.ticket import RequestTicket, generated_name, new_ticket
+from maskfx.serve.frontend.stored_templates import StoredTemplates
+from maskfx.serve.frontend.ticket import RequestTicket, new_ticket, picture_name
 from maskfx.serve.frontend.worker_growth import WorkerGrowth
 from maskfx.serve.frontend.worker_nodes import WorkerNodes
 from maskfx.serve.logs import log_again
@@ -34,7 +35,6 @@ from maskfx.serve.messages import (
     Alive,
     Done,
     Failed,
-    Forget,
     FromWorker,
     JobProgress,
     JobSpan,
@@ -76,7 +76,7 @@ log = structlog.get_logger(__name__)
 
 
 class Front:
-    """Implements `request.Frontend`."""
+    """Implements `Frontend`."""
 
     def __init__(
         self,
@@ -90,10 +90,12 @@ class Front:
     ) -> None:
         self._settings, self._metrics, self._clock = settings, metrics, clock
         self._tracing = tracing
-        self._images = TemplateImages(settings.cache_dir)
         self._adapters = AdapterNames(settings.lora_dir)
         self._link = FrontLink(self._heard, settings.limits.image_pixels, executor.listen)
         self._dispatch = Dispatch(scheduler, costs, self._link.send, metrics, clock)
+        self._templates = StoredTemplates(settings.cache_dir, self._dispatch, self._link.send)
+        recordings = settings.limits.recordings
+        self._ahead = AheadRecordings(self._dispatch.pool, self._link.send, recordings)
         self.workers = Workers(
             settings,
             self._link.address,
@@ -125,7 +127,7 @@ class Front:
         """Wait until a worker is ready; return False if the supervisor gave up on all workers."""
         return await self._readiness.settled()
 
-    # The `request.Frontend` protocol
+    # The `Frontend` protocol
 
     def seat(self) -> AbstractContextManager[None]:
         self._readiness.check()
@@ -173,36 +175,36 @@ class Front:
         if not pictures.images:
             message = "send the template's picture as image"
             raise ApiError("missing_parameter", message, param="image")
-        self._images.check(id, pictures.images[0])
-        if id in self._images:
-            self._forget_recordings(id)  # they may be of another image
+        self._templates.begin(id, pictures.images[0])
         recording = msgspec.structs.replace(request, kind=RequestKind.RECORD, template=id)
         try:
             async with contextlib.aclosing(self.serve(recording, pictures)) as answers:
                 async for _ in answers:
                     pass
-            leaf = self._images.keep(id, pictures.images[0], int(time.time()))
+            leaf = self._templates.keep(id, pictures.images[0])
         except BaseException:  # disconnect, or no room left: no client could delete it
-            self._forget_recordings(id)
+            self._templates.forget_recordings(id)
             raise
-        await asyncio.to_thread(self._images.write, leaf)
-        return self._info(leaf)
+        return await self._templates.write(leaf)
+
+    def record_ahead(self, request: Request, pictures: Pictures) -> None:
+        self._ahead.start(request, pictures, self._readiness.card())
 
     def templates(self) -> list[TemplateInfo]:
-        return [self._info(leaf) for leaf in self._images]
+        return self._templates.all()
 
     async def forget(self, template: str) -> None:
-        await asyncio.to_thread(self._images.forget, template)
-        self._forget_recordings(template)
+        await self._templates.forget(template)
 
     def template_picture(self, template: str) -> Pixels:
-        return self._images.get(template).pixels
+        return self._templates.picture(template)
 
     def health(self) -> Health:
         now, nodes = self._dispatch, self._nodes.counts()
         waiting, running = len(now.waiting), len(now.running)
         found = self._readiness.health(nodes, len(now.pool), waiting, running)
-        return replace(found, ranks=self._counts.ranks())
+        counts = self._counts
+        return replace(found, ranks=counts.ranks(), recordings=counts.recordings())
 
     def refused(self) -> bool:
         """Return True if all workers were given up because the model can't be loaded."""
@@ -220,6 +222,7 @@ class Front:
     def stop_taking(self) -> None:
         """Fail readiness and refuse new calls and those that wait for the model; others go on."""
         self._readiness.drain()
+        self._ahead.cancel()
 
     async def drain(self, seconds: float) -> bool:
         """Wait for all admitted calls. Return False if they took longer than `seconds`."""
@@ -276,39 +279,28 @@ class Front:
         if len(self._dispatch) >= max(self._room, self._settings.limits.pictures):
             raise queue_full()
         if request.template is not None and request.kind is not RequestKind.RECORD:
-            leaf = self._images.get(request.template)
+            picture = self._templates.picture(request.template)
             if not pictures.images:
-                pictures = replace(pictures, images=(leaf.pixels,))
+                pictures = replace(pictures, images=(picture,))
         self._serial += 1
-        name = request.template or self._generated(request, pictures)
+        edited = self._edited(request, pictures)
+        known = edited is not None and self._dispatch.pool.with_template(edited)
+        name = request.template or (edited if known else None)
         bytes = self._dispatch.pool.size(name)
         id = f"{request.id}#{self._serial}"  # a client may use the same id twice
         ticket = new_ticket(id, request, pictures, card, bytes, self._clock(), name)
+        ticket.picture = edited
         if self._tracing is not None:
             ticket.trace = self._tracing.begin(request, ticket.demand.arrived)
         self._dispatch.enter(ticket)
         self._decide_soon()
         return ticket
 
-    def _generated(self, request: Request, pictures: Pictures) -> str | None:
-        """Return the name of the recording if a worker generated the picture that is edited."""
-        if request.kind is not RequestKind.EDIT or len(pictures.images) != 1:
-            return None
-        name = generated_name(pictures.images[0])
-        return name if self._dispatch.pool.with_template(name) else None
-
-    def _forget_recordings(self, template: str) -> None:
-        self._dispatch.pool.forget(template)
-        for name in self._dispatch.pool.mates:
-            self._link.send(name, Forget(template))
-
-    def _forget_unknown(self, template: str) -> None:
-        if not self._dispatch.serves(template):
-            self._forget_recordings(template)  # deleted while the worker wasn't running
-
-    def _info(self, leaf: TemplateImage) -> TemplateInfo:
-        pool = self._dispatch.pool
-        return leaf.info(pool.sizes(leaf.id), pool.with_template(leaf.id))
+    def _edited(self, request: Request, pictures: Pictures) -> str | None:
+        """Return the name of the recordings that an edit of a part reads or causes, if any."""
+        plain = request.kind is RequestKind.EDIT and request.template is None
+        part = pictures.mask is not None and not pictures.mask.all()
+        return picture_name(pictures.images[0]) if plain and part and pictures.images else None
 
     # Scheduling, once per event loop iteration
 
@@ -349,6 +341,7 @@ class Front:
 
     def _lost(self, name: str) -> None:
         self._dispatch.lost(name)
+        self._ahead.lost(name)
         self._counts.lost(name)
         self._nodes.left(name)
         self._decide_soon()
@@ -380,6 +373,8 @@ class Front:
                 self._dispatch.spell(worker, message)
             case PreviewSent():
                 self._dispatch.preview(worker, message, parts)
+            case Done() | Failed() if self._ahead.ended(message.id):
+                pass  # no client waits for it
             case Done():
                 self._dispatch.done(worker, message, parts)
                 self._decide_soon()
@@ -396,5 +391,5 @@ class Front:
             self._readiness.loaded(card)
             self._nodes.joined(worker, ready.node)
             self._dispatch.joined(worker, ready.slots, ready.on_disk, ready.loads, ready.disk)
-            self._images.report_unknown(ready.on_disk, self._forget_unknown)
+            self._templates.forget_unknown(ready.on_disk)
             self._decide_soon()

@@ -69,7 +69,7 @@ class Readiness:
             raise model_loading()
 
     async def wait(self, name: str | None, seconds: float | None) -> Card:
-        """Return the card of the model of this name; see `request.Frontend.card`."""
+        """Return the card of the model of this name; see `Frontend.card`."""
         if name not in (None, self._name):
             text = f"There is no model {name!r}; this server has {self._name!r}."
             raise ApiError("model_not_found", text, param="model")

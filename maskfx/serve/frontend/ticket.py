@@ -42,6 +42,7 @@ class RequestTicket:
     started: float | None = None  # start of the first attempt
     ended: bool = False
     trace: Trace | None = None
+    picture: str | None = None  # name of the recordings of the one that it edits
     bound: bool = False  # to a worker that has the recording: its model records no pictures
 
     @property
@@ -78,9 +79,9 @@ class RequestTicket:
         return [part_of(array) for array in self.pictures.arrays()]
 
 
-def generated_name(pixels: Pixels) -> str:
-    """Return the name of a generated picture's recording; no client can give a template this."""
-    return f"generated {xxhash.xxh3_128_hexdigest(part_of(pixels))}"
+def picture_name(pixels: Pixels) -> str:
+    """Return the name of a picture's recordings; no client can give a template this."""
+    return f"picture {xxhash.xxh3_128_hexdigest(part_of(pixels))}"
 
 
 def new_ticket(

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 import maskfx
 from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.config import ServeSettings
+from maskfx.serve.frontend_protocol import Frontend
 from maskfx.serve.http.dependencies import AppContext
 from maskfx.serve.http.failures import handle
 from maskfx.serve.http.forms import forms
@@ -27,7 +28,6 @@ from maskfx.serve.http.orders import Orders
 from maskfx.serve.http.origins import Origins
 from maskfx.serve.http.routes import adapters, images, page, status, templates
 from maskfx.serve.metrics import Metrics
-from maskfx.serve.request import Frontend
 
 
 def create_app(

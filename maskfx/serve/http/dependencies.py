@@ -12,10 +12,10 @@ from fastapi import Depends, Request
 
 from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.config import ServeSettings
+from maskfx.serve.frontend_protocol import Frontend
 from maskfx.serve.http.forms import Forms
 from maskfx.serve.http.idempotency import Idempotency
 from maskfx.serve.http.orders import Orders, Requester
-from maskfx.serve.request import Frontend
 
 TRACE = ("traceparent", "tracestate")  # https://www.w3.org/TR/trace-context/
 
@@ -42,7 +42,8 @@ async def caller_of(request: Request) -> Requester:
     trace = None
     if request.app.state.context.settings.otlp_endpoint is not None:
         trace = {name: request.headers[name] for name in TRACE if name in request.headers}
-    return Requester(request.state.call_id, request.state.arrived, trace)
+    address = "" if request.client is None else request.client.host
+    return Requester(request.state.call_id, request.state.arrived, trace, address)
 
 
 AtDesk = Annotated[AppContext, Depends(desk_of)]

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.errors import ApiError
+from maskfx.serve.frontend_protocol import Frontend
 from maskfx.serve.http.orders import Order, Size
-from maskfx.serve.request import Finished, Frontend, Preview, Request
+from maskfx.serve.request import Finished, Preview, Request
 
 AHEAD = 2  # encoded images per request that are buffered for a slow client
 

@@ -226,6 +226,11 @@ class TemplateForm(Form):
 
     image: Annotated[bytes, Upload("body_bytes"), Requires("image"), Field(description=FILES)]
     id: Name = None
+    record_at: Annotated[
+        Literal["now", "idle"] | None,
+        Requires("ahead"),
+        Field(description="idle: while no request runs; then it has no id, and isn't pinned."),
+    ] = None
 
 
 class AdapterForm(BaseModel):

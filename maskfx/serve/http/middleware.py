@@ -21,9 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
+from maskfx.serve.frontend_protocol import Frontend
 from maskfx.serve.http.failures import ClientGone, internal, response_of
 from maskfx.serve.metrics import Metrics
-from maskfx.serve.request import Frontend
 
 log = structlog.get_logger(__name__)
 

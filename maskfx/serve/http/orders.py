@@ -21,6 +21,7 @@ from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.config import Limits
 from maskfx.serve.controls import check_controls, check_range, check_scales, nets_in
 from maskfx.serve.errors import ApiError
+from maskfx.serve.frontend_protocol import Frontend
 from maskfx.serve.http.cancellation import together
 from maskfx.serve.http.forms import (
     AnsweredForm,
@@ -36,7 +37,6 @@ from maskfx.serve.ip_adapters import chosen
 from maskfx.serve.request import (
     SEEDS,
     Card,
-    Frontend,
     Mask,
     Pictures,
     Pixels,
@@ -79,6 +79,7 @@ class Requester:
     id: str
     arrived: float
     trace: dict[str, str] | None = None  # W3C trace headers, if tracing is enabled
+    address: str = ""  # of the client
 
 
 class Orders:
@@ -127,8 +128,17 @@ class Orders:
         # a template is recorded without a mask, even if its image has transparent pixels
         pictures = replace(await self._pictures.read(form), mask=None)
         work = await self._at(pictures, self._working(pictures, card, size), card)
+        if form.record_at == "idle":
+            return self._ahead(form, caller), work
         name = form.id or f"t-{caller.id}"
         return self._request(form, caller, RequestKind.RECORD, template=name), work
+
+    def _ahead(self, form: TemplateForm, caller: Requester) -> Request:
+        """Return the request of a recording in idle time; without a user, it is the address's."""
+        if form.id is not None:
+            raise wrong("id", "left out with record_at=idle, whose recording has no name")
+        request = self._request(form, caller, RequestKind.AHEAD)
+        return msgspec.structs.replace(request, user=request.user or caller.address)
 
     async def _card(self, form: Form, caller: Requester) -> Card:
         """Return the form's model; raise ApiError if it doesn't accept all fields of the form.

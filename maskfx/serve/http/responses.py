@@ -18,11 +18,12 @@ from starlette.types import Receive, Scope, Send
 
 from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.errors import ApiError
+from maskfx.serve.frontend_protocol import Frontend
 from maskfx.serve.http.cancellation import unless_gone
 from maskfx.serve.http.execution import EncodedPicture, run
 from maskfx.serve.http.failures import internal
 from maskfx.serve.http.orders import Order
-from maskfx.serve.request import Card, Finished, Frontend, Preview, ServedModel
+from maskfx.serve.request import Card, Finished, Preview, ServedModel
 
 PIECE = 256 << 10  # bytes
 

@@ -48,7 +48,7 @@ from maskfx.serve.request_cost import Size, active_share, card_of, size_of, step
 SITE = 8
 TAKES = frozenset(
     (
-        *("control", "guidance", "image", "lora", "mask"),
+        *("ahead", "control", "guidance", "image", "lora", "mask"),
         *("negative_prompt", "seed", "steps", "strength", "template"),
     )
 )
@@ -129,6 +129,8 @@ class FakeModel:
         self._slots, self._tell, self._sleep = settings.max_num_seqs, tell, sleep
         self._batch: dict[str, FakeMember] = {}
         self._queue: dict[str, FakeMember] = {}
+        self._idle: dict[str, FakeMember] = {}  # recordings, which step while there is no batch
+        self._ahead = {"finished": 0, "dropped": 0}
         self._templates: dict[str, int] = {}  # bytes by name
         self._hits = self._misses = 0
         self._changed = threading.Condition()
@@ -156,13 +158,15 @@ class FakeModel:
         member = self._member(job, pictures)
         self._spell(job, "encode", began)
         with self._changed:
-            self._queue[job.id] = member
+            idle = job.request.kind is RequestKind.AHEAD
+            (self._idle if idle else self._queue)[job.id] = member
             self._changed.notify()
 
     def cancel(self, id: str) -> None:
         with self._changed:
             self._queue.pop(id, None)
             self._batch.pop(id, None)
+            self._ahead["dropped"] += self._idle.pop(id, None) is not None
 
     def aside(self) -> list[str]:
         return []
@@ -183,18 +187,22 @@ class FakeModel:
     def cache(self) -> dict[str, int]:
         with self._changed:
             held = sum(self._templates.values())
-            return {"hits.host": self._hits, "misses.host": self._misses, "bytes.host": held}
+            found = {"hits.host": self._hits, "misses.host": self._misses, "bytes.host": held}
+            counts = {"waiting": len(self._idle), **self._ahead}
+            ahead = counts if any(counts.values()) else {}
+            return found | {f"recordings.{name}": count for name, count in ahead.items()}
 
     def close(self) -> None:
         with self._changed:
             self._closing = True
+            self._idle.clear()
             self._changed.notify()
         self._thread.join()
 
     def _member(self, job: Job, pictures: Pictures) -> FakeMember:
         card, request = card_of(self.ready(), "fake"), job.request
         steps = steps_of(request.steps, request.strength, card)
-        recording = request.kind is RequestKind.RECORD
+        recording = request.kind in (RequestKind.RECORD, RequestKind.AHEAD)
         ratio = 1.0 if recording else active_share(pictures.mask, SITE)
         size = size_of(request.size, pictures.images, card)
         whole = -(-size[0] // SITE) * -(-size[1] // SITE)
@@ -205,14 +213,15 @@ class FakeModel:
         return FakeMember(job, pictures, steps, sites, ratio, size, squares, faults=faults)
 
     def _run(self) -> None:
+        kinds = (self._batch, self._queue, self._idle)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._batch or self._queue or self._closing)
-                if not (self._batch or self._queue):
+                self._changed.wait_for(lambda: any(kinds) or self._closing)
+                if not any(kinds):
                     return
                 for id in list(self._queue)[: self._slots - len(self._batch)]:
                     self._batch[id] = self._queue.pop(id)
-                members = list(self._batch.values())
+                members = list(self._batch.values()) or list(self._idle.values())[-1:]
             self._step(members)
 
     def _step(self, members: list[FakeMember]) -> None:
@@ -228,7 +237,8 @@ class FakeModel:
         for member in members:
             self._advance(member, len(members), began)
         facts = [member.facts() for member in members]
-        self._tell(Stepped(time.monotonic() - began, facts))
+        if members[0].job.request.kind is not RequestKind.AHEAD:
+            self._tell(Stepped(time.monotonic() - began, facts))
 
     def _advance(self, member: FakeMember, batch: int, began: float) -> None:
         job = member.job
@@ -242,7 +252,7 @@ class FakeModel:
             self._fail(member, "generation_failed", "the picture couldn't be made")
             return
         with self._changed:
-            if self._batch.get(job.id) is not member:
+            if member not in (self._batch.get(job.id), self._idle.get(job.id)):
                 return  # cancelled
         recording = member.squares is None
         self._spell(job, "record" if recording else "step", began, member.done)
@@ -278,6 +288,7 @@ class FakeModel:
             return
         with self._changed:
             self._batch.pop(job.id, None)
+            self._ahead["finished"] += self._idle.pop(job.id, None) is not None
             kept = self._recorded(member)
         began = time.monotonic()
         pixels = None if squares is None else drawn(squares, member.pictures, member.size)
@@ -319,6 +330,7 @@ class FakeModel:
     def _fail(self, member: FakeMember, code: str, message: str, param: str | None = None) -> None:
         with self._changed:
             self._batch.pop(member.job.id, None)
+            self._ahead["dropped"] += self._idle.pop(member.job.id, None) is not None
         self._tell(Failed(member.job.id, member.job.attempt, code, message, param))
 
 

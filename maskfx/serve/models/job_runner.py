@@ -85,7 +85,8 @@ class JobRunner:
         request, pictures = state.job.request, state.pictures
         if request.kind is RequestKind.GENERATE:
             return self._generated(state)
-        editor, records = self.family.editor, request.kind is RequestKind.RECORD
+        editor = self.family.editor
+        records = request.kind in (RequestKind.RECORD, RequestKind.AHEAD)
         if editor is None and (records or not edits_by_generator(self.family)):
             raise unsupported("image", "This model makes pictures from text only.")
         if len(pictures.images) != 1 and not (pictures.images and self.warmth.mixes):
@@ -179,12 +180,15 @@ class JobRunner:
 
     def _recorded(self, state: JobState, member: PipelineMember, canvas: Canvas) -> Made:
         """Record a template with the same call arguments as its later edits."""
-        job = state.job
+        job, user = state.job, state.job.request.user
         given = self._arguments(state, member, canvas) | {"image": pictured(state, canvas)}
-        left, told = state.seconds_left(), self._spells(state)
-        ticket = self.engine.record(
-            member.pipe, deadline=left, user=job.request.user, told=told, **given
-        )
+        if job.request.kind is RequestKind.AHEAD:
+            if self.generated.template(canvas.image(), self.family) is not None:
+                return Made(job.id, job.attempt, None, steps=0, mask_ratio=1.0)
+            ticket = self.engine.record_idle(member.pipe, user=user, **given)
+        else:
+            left, told = state.seconds_left(), self._spells(state)
+            ticket = self.engine.record(member.pipe, deadline=left, user=user, told=told, **given)
         made = state.submitted(ticket).result()
         answer = Made(job.id, job.attempt, None, steps=ticket.steps, mask_ratio=1.0)
         return self._with_template(answer, made.name)

@@ -87,3 +87,13 @@ def shares_of(denoiser: CompiledDenoiser, height: int, width: int) -> tuple[Leve
         except Exception:
             log.info("the FLOPs of a denoiser's levels aren't known", exc_info=True)
     return ()
+
+
+def recording_counts(engine: Engine) -> dict[str, int]:
+    """Return the recordings of idle time: those that wait or are under way, and how others ended.
+
+    None before the first one.
+    """
+    idle = engine.idle
+    counts = {"waiting": len(idle), "finished": idle.finished, "dropped": idle.dropped}
+    return {f"recordings.{k}": v for k, v in counts.items()} if any(counts.values()) else {}

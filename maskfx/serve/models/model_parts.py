@@ -42,8 +42,9 @@ OWN_STEPS = 4  # `Quality.refresh` of edits without a template
 def quality_of(settings: ServeSettings) -> Quality:
     """Return the quality of the server's pictures."""
     quality = Quality.of(settings.quality)
-    if settings.record_at == "second-edit":
-        quality = replace(quality, reuse="auto", refresh=OWN_STEPS)
+    if settings.record_at != "first-edit":
+        reuse = "idle" if settings.record_at == "idle" else "auto"
+        quality = replace(quality, reuse=reuse, refresh=OWN_STEPS)
     if settings.patches is None and settings.patch_judge is None:
         if settings.patch_order is not None:
             raise InputError(

@@ -37,6 +37,7 @@ from maskfx.serve.models.model import Lost, Made, Tell
 from maskfx.serve.models.model_counters import (
     adapter_counts,
     load_facts,
+    recording_counts,
     round_counts,
     weigh_levels,
 )
@@ -55,7 +56,7 @@ from maskfx.serve.models.pipeline_set import PipelineSet, compiling
 from maskfx.serve.models.template_index import Recordings
 from maskfx.serve.models.warmup import warm_up
 from maskfx.serve.rank_settings import unsupported
-from maskfx.serve.request import Pictures
+from maskfx.serve.request import Pictures, Request, RequestKind
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +185,7 @@ class PipelineModel:
                 found.add("late_control")
         if self.family.editor is not None:
             found |= {"image", "mask", "template"}
+            found |= {"ahead"} if self.settings.limits.recordings else set()
         elif edits_by_generator(self.family):
             found |= {"image", "mask"}
         if self.runner.warmth.mixes:
@@ -254,6 +256,8 @@ class PipelineModel:
             found |= {f"nets.{k}": v for k, v in asdict(self.engine.services.counts()).items()}
         if self._warm and self.engine.rounds is not None:
             found |= round_counts(self.engine)
+        if self._warm:
+            found |= recording_counts(self.engine)
         return found | self._stored()
 
     def _patches(self) -> dict[str, int]:
@@ -295,7 +299,10 @@ class PipelineModel:
 
     def close(self) -> None:
         with self._lock:
-            threads = list(self._threads)
+            threads, states = list(self._threads), list(self._sittings.values())
+        for state in states:
+            if state.job.request.kind is RequestKind.AHEAD:
+                state.cancel()
         for thread in threads:
             thread.join()
         self.engine.close()
@@ -314,8 +321,9 @@ class PipelineModel:
         answer: Made | Failed | None = None
         try:
             answer = self._named(job.request.template, self.runner.made(state))
-        except Cancelled:
+        except Cancelled as error:
             log.info("job %s was cancelled", job.id)
+            answer = Failed(job.id, job.attempt, "out_of_resources", str(error))  # by the engine
         except BaseException as error:
             if is_lost(error):
                 self.tell(Lost(str(error)))  # the receiver ends the process
@@ -324,7 +332,7 @@ class PipelineModel:
             if not state.cancelled:
                 if answer is not None:
                     self.tell(answer)
-            elif isinstance(answer, Made) and answer.pixels is None and answer.template is not None:
+            elif isinstance(answer, Made) and answer.template and is_pinned(job.request):
                 # the front end doesn't know this recording, so it would stay pinned forever
                 self.forget(answer.template)
         finally:
@@ -346,9 +354,16 @@ class PipelineModel:
         return replace(made, template=template)
 
     def _stepped(self, step: Step) -> None:
-        if self._warm:  # steps of the warm-up include captures and would distort the fitted costs
+        # steps of the warm-up include captures and would distort the fitted costs, and steps of
+        # idle recordings are those of no request
+        if self._warm and not step.idle:
             members, ranks = members_of(step), self.settings.ranks
             self.tell(Stepped(step.seconds, members, step.bubble, step.degree, ranks))
+
+
+def is_pinned(request: Request) -> bool:
+    """Return True if a request's recording is pinned until it is forgotten."""
+    return request.kind is RequestKind.RECORD
 
 
 def members_of(step: Step) -> list[StepMember]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,9 +72,10 @@ def warm_up(family: PipelineSet, engine: Engine) -> WarmupFindings:
 def try_edit(
     family: PipelineSet, member: PipelineMember, engine: Engine, seen: list[Tensor]
 ) -> None:
-    """Run one edit, collect its latents in `seen`, and drop its template."""
+    """Record a template and run one edit, collect its latents in `seen`, and drop the template."""
     canvas = square_on(scene(0, family.size()), family.multiple)
-    given = arguments_of(member, canvas) | {"image": canvas.image()}
+    quality = replace(pipeline_state_of(member.pipe).quality, reuse="template")
+    given = arguments_of(member, canvas) | {"image": canvas.image(), "quality": quality}
     if member.signature.calls_back:
         given |= {CALLBACK: hearing(seen), TENSORS: ["latents"]}
     try:

@@ -78,6 +78,11 @@ export class Api {
     return models.map(({ id, maskfx }) => ({ id, ...maskfx }));
   }
 
+  /** Has a picture's template recorded when the server is idle. */
+  async recordAhead(form) {
+    await this.ask("v1/templates", { method: "POST", body: form });
+  }
+
   /**
    * One picture, by the route of edits or of generations. Previews go to onPreview as they come;
    * returns the picture and what it took.

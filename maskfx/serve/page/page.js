@@ -1,5 +1,6 @@
 // The page: brings picture, mask, fields and server together. The parts know nothing of each other.
 
+import { Ahead } from "./ahead.js";
 import { Api } from "./api.js";
 import { Brush, SIZES } from "./brush.js";
 import { EXAMPLES, draw } from "./examples.js";
@@ -23,6 +24,7 @@ const SOON = 1; // the longest of these pauses, by its place, while the model lo
 
 const $ = (id) => document.getElementById(id);
 const api = new Api();
+const ahead = new Ahead(api);
 const stage = new Stage($("canvas"));
 const brush = new Brush(stage);
 const form = new Form($("form"));
@@ -75,6 +77,7 @@ function useModel(next) {
     const fitted = prepare(source, name, needs());
     if (fitted.width !== canvas.width || fitted.height !== canvas.height) usePicture(fitted);
     else stage.setGrid(gridOf(fitted));
+    recordAhead();
   }
 }
 
@@ -144,7 +147,13 @@ function usePicture(picture, mask = new Mask(picture.width, picture.height)) {
   report.note(picture.note, roomForModel(picture));
   setView("mask");
   maskChanged();
+  recordAhead();
   if (first) $("canvas").focus({ preventScroll: true }); // what was focused is gone
+}
+
+/** Has the picture recorded while it is painted on; again if a field changes. */
+function recordAhead() {
+  if (hasPicture() && !running) ahead.record(stage.picture, card, form.values(), pngOf);
 }
 
 /** Goes to the start, where a picture is chosen or made from text. */
@@ -444,6 +453,7 @@ $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   generate();
 });
+$("form").addEventListener("change", recordAhead);
 $("model").addEventListener("change", () => {
   useModel(models.find(({ id }) => id === $("model").value));
 });

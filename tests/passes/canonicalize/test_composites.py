@@ -52,6 +52,9 @@ CASES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "sorted": ("sort", lambda x: x.sort(1, descending=True).values + x.sort(1).indices),
     "greatest": ("max", lambda x: x * x.max(1, keepdim=True)[0] + x.max(1, True).indices),
     "least": ("min", lambda x: x + x.min(1)[1][:, None] * x.min(dim=1).values[:, None]),
+    "median": ("median", lambda x: x - x.median(1, True)[0] + x.mT.median(dim=1)[1].mT[:, None]),
+    "third": ("kthvalue", lambda x: x - x.kthvalue(3, 1, True)[0] + x.kthvalue(1, 1)[1][:, None]),
+    "quantile": ("quantile", lambda x: x - x.quantile(0.3, 1, True) - x.quantile(1.0, 1)[:, None]),
     "order": ("argsort", lambda x: x.mT.movedim(1, -1).argsort().movedim(-1, 1).mT + x),
 }
 
@@ -80,6 +83,7 @@ KEPT: list[Callable[[Tensor], Tensor]] = [
     lambda x: F.prelu(x, SLOPES[:1]),
     lambda x: torch.sort(x, stable=True, dim=1).values,
     lambda x: torch.argsort(x, stable=True, dim=1) + x,
+    lambda x: x.flatten(2).median(2)[0] + x.flatten(2).quantile(0.3, 2, interpolation="lower"),
     lambda x: x[:, torch.tensor([[0, 1], [2, 3]])].flatten(1, 2),
     lambda x: x.flatten(2) @ x.flatten(2).mT,
 ]

@@ -17,7 +17,7 @@ from maskfx.scheduling.scheduler import SlackScheduler
 from maskfx.scheduling.step_reports import LoadFacts, StepMember, Stepped
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.dispatch import Dispatch
-from maskfx.serve.frontend.ticket import Answer, RequestTicket, generated_name, new_ticket
+from maskfx.serve.frontend.ticket import Answer, RequestTicket, new_ticket, picture_name
 from maskfx.serve.messages import (
     Cancel,
     Done,
@@ -127,14 +127,14 @@ def test_a_generated_pictures_recording_is_known_by_the_picture(context: Desk) -
     context.dispatch.decide()
     said: dict[str, Any] = {"pixels": DRAWN, "template": "t", "template_bytes": {"host": 5}}
     context.dispatch.done("w", Done(id="a", attempt=1, steps=4, **said), [PICTURE.tobytes()])
-    assert context.dispatch.pool.sizes(generated_name(PICTURE)) == {"host": 5}
+    assert context.dispatch.pool.sizes(picture_name(PICTURE)) == {"host": 5}
     assert not context.dispatch.pool.with_template("t")
 
 
 def test_where_only_made_pictures_are_edited_their_worker_edits_them(context: Desk) -> None:
     """Other workers have no recording of the picture, and can't make one."""
     context.dispatch.joined("v", 8)
-    pool, name = context.dispatch.pool, generated_name(PICTURE)
+    pool, name = context.dispatch.pool, picture_name(PICTURE)
     pool.warmed_in_memory("w", name, {"host": 5})
     pool.mates["w"].load.slots = 1
     own = replace(CARD, takes=frozenset({"image", "mask"}))

@@ -22,7 +22,7 @@ from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.frontend import Front
 from maskfx.serve.frontend.template_images import ENDING, FOLDER
-from maskfx.serve.frontend.ticket import generated_name
+from maskfx.serve.frontend.ticket import picture_name
 from maskfx.serve.messages import Done, Forget, Ready
 from maskfx.serve.request import ModelState, RequestKind, ServedModel
 from tests.serve.fronts import (
@@ -82,7 +82,7 @@ def test_pictures_of_any_size_and_layout_come_back() -> None:
 def test_an_edit_goes_to_the_worker_that_generated_its_picture() -> None:
     async def test() -> None:
         async with fronted(LONG) as front:
-            pool, name = front._dispatch.pool, generated_name(PICTURE)
+            pool, name = front._dispatch.pool, picture_name(PICTURE)
             assert front._enter(*request("a")).demand.work.template is None
             pool.warmed_in_memory("worker-0.1", name, {"host": 900, "disk": 700})
             ticket = front._enter(*request("b"))
@@ -300,7 +300,7 @@ def test_a_recording_that_isnt_kept_is_forgotten(monkeypatch: pytest.MonkeyPatch
             misses = 'maskfx_cache_misses_total{tier="host"} '
             held = 'maskfx_cache_usage_bytes{tier="host"} '
             with monkeypatch.context() as patch:
-                patch.setattr(front._images, "keep", full)
+                patch.setattr(front._templates._images, "keep", full)
                 with pytest.raises(ApiError):
                     await front.record(*recording)
             await eventually(lambda: value(front, misses) == 1)
@@ -337,9 +337,9 @@ def test_what_was_deleted_while_no_worker_ran_is_forgotten_when_one_joins(
             (tmp_path / FOLDER / f"others{ENDING}").touch()  # another server has it
             with monkeypatch.context() as patch:
                 patch.setattr(front.workers, "ready", lambda _: True)
-                patch.setattr(front._link, "send", lambda to, what: told.append((to, what)))
+                patch.setattr(front._templates, "_send", lambda to, what: told.append((to, what)))
                 front._joined(name, ready)
-                await asyncio.gather(*front._images._looking)
+                await asyncio.gather(*front._templates._images._looking)
             assert [one for one in told if isinstance(one[1], Forget)] == [
                 (name, Forget("deleted"))
             ]

@@ -397,6 +397,24 @@ def test_templates_take_control_images_and_no_mask(server: Served) -> None:
         assert np.array_equal(asked.pictures.controls, [picture()])
 
 
+def test_a_template_is_recorded_later_without_a_name(server: Served) -> None:
+    with server.client() as client:
+        idle = {"record_at": "idle", "num_inference_steps": "3"}
+        answer = client.post("/v1/templates", files={"image": PICTURE}, data=idle)
+        assert answer.status_code == 202
+        assert answer.json() == {"object": "template.recording", "record_at": "idle"}
+        asked = server.frontend.asked[-1].request
+        assert (asked.kind, asked.template, asked.steps) == (RequestKind.AHEAD, None, 3)
+        assert asked.user == "127.0.0.1"
+        client.post("/v1/templates", files={"image": PICTURE}, data={**idle, "user": "ada"})
+        assert server.frontend.asked[-1].request.user == "ada"
+        named = client.post("/v1/templates", files={"image": PICTURE}, data={**idle, "id": "x"})
+        assert (named.status_code, named.json()["error"]["param"]) == (400, "id")
+        now = client.post("/v1/templates", files={"image": PICTURE}, data={"record_at": "now"})
+        assert now.status_code == 200
+        assert server.frontend.asked[-1].request.kind is RequestKind.RECORD
+
+
 def test_streams_tell_previews_then_the_result(server: Served) -> None:
     asks = {"prompt": "x", "stream": "true", "partial_images": "2", "n": "2", "seed": "5"}
     with server.client() as client:

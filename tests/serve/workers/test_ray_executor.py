@@ -15,7 +15,7 @@ import pytest
 
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.frontend import Front
-from maskfx.serve.request import Finished
+from maskfx.serve.request import Finished, Pictures, Request, RequestKind
 from tests.serve.fronts import alive, eventually, made, processes, request, run
 from tests.serve.ray_nodes import START_SECONDS, nodes, on_nodes
 
@@ -83,6 +83,29 @@ def test_a_killed_actor_is_replaced_and_its_requests_run_again(cluster: Any) -> 
                 assert one.tries == 2
             await eventually(lambda: front.health().workers == 1, START_SECONDS)
             assert processes(front) != [pid]
+
+    run(test(), 300)
+
+
+def test_a_killed_actor_drops_its_recordings(cluster: Any) -> None:
+    """An actor records ahead of edits as a child process does."""
+
+    async def test() -> None:
+        def ahead(id: str) -> tuple[Request, Pictures]:
+            return request(id, kind=RequestKind.AHEAD, mask=None)
+
+        finished = "maskfx_idle_recordings_finished_total"
+        async with on_nodes(cluster.address, LONG, cpus=2, heartbeat_seconds=0.1) as front:
+            front.record_ahead(*ahead("a"))
+            await eventually(lambda: metric(front, finished) == 1, 30)
+            front.record_ahead(*ahead("b"))
+            await eventually(lambda: front.health().recordings == 1)
+            (pid,) = processes(front)
+            os.kill(pid, signal.SIGKILL)
+            await eventually(lambda: metric(front, "maskfx_idle_recordings_dropped_total") == 1, 30)
+            await eventually(lambda: front.health().workers == 1, START_SECONDS)
+            assert front.health().recordings == 0
+            assert metric(front, finished) == 1
 
     run(test(), 300)
 

@@ -107,4 +107,5 @@ def said(found: Health) -> Said:
         "workers": found.workers,
         **nodes,
         **({"ranks": found.ranks} if found.ranks else {}),
+        "recordings": found.recordings,
     }

@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import re
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from maskfx.serve.errors import no_template
 from maskfx.serve.http.body import JSON, MULTIPART, read_form
 from maskfx.serve.http.cancellation import unless_gone
 from maskfx.serve.http.dependencies import AtDesk, Calls
 from maskfx.serve.http.responses import Said
-from maskfx.serve.request import NAME, TemplateInfo
+from maskfx.serve.request import NAME, RequestKind, TemplateInfo
 
 router = APIRouter()
 
 
 @router.post("/v1/templates")
-async def register_template(request: Request, context: AtDesk, caller: Calls) -> Said:
-    """Record, warm and pin a picture, so that its edits start at once."""
+async def register_template(
+    request: Request, response: Response, context: AtDesk, caller: Calls
+) -> Said:
+    """Record, warm and pin a picture, so that its edits start at once.
+
+    With `record_at=idle` it is recorded later, while no request runs, if there is such a time.
+    """
     kinds = (MULTIPART, JSON)
     form = await read_form(request, context.forms.templates, kinds, context.settings.limits)
 
-    async def record() -> TemplateInfo:
+    async def record() -> TemplateInfo | None:
         request, pictures = await context.orders.template(form, caller)
-        return await context.frontend.record(request, pictures)
+        if request.kind is not RequestKind.AHEAD:
+            return await context.frontend.record(request, pictures)
+        context.frontend.record_ahead(request, pictures)
+        return None
 
-    return said(await unless_gone(request.receive, record()))
+    info = await unless_gone(request.receive, record())
+    if info is not None:
+        return said(info)
+    response.status_code = 202
+    return {"object": "template.recording", "record_at": "idle"}
 
 
 @router.get("/v1/templates")
