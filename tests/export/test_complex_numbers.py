@@ -69,6 +69,30 @@ def test_results_are_the_same_in_onnx(tmp_path: Path) -> None:
         assert error(torch.from_numpy(np.array(found)), module(x, scale)) < 1e-6
 
 
+class Written(nn.Module):
+    """Angles of a sequence are written over zeros, as those of joint sequences are."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        count = x.shape[1]
+        turns = torch.polar(scale.expand(count, 4), x[0, :, :4])
+        rows = torch.zeros(2, count + 1, 4, dtype=torch.complex64)
+        rows[0, 1:] = turns
+        rows[1, :count] = turns * scale
+        rows[:, :, -1] = rows[1, :, 0]
+        return torch.view_as_real(rows)
+
+
+def test_writes_to_complex_numbers_are_the_same_in_onnx(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    program, values = program_of(Written())
+    OnnxWriter(tmp_path).write(program.run_decompositions({}), {tmp_path / "x.onnx": ["out"]})
+    session = runtime.InferenceSession(str(tmp_path / "x.onnx"))
+    for count in (7, 12):
+        x, scale = values(count)
+        [found] = session.run(None, {"x": x.numpy(), "scale": scale.numpy()})
+        assert error(torch.from_numpy(np.array(found)), Written()(x, scale)) < 1e-6
+
+
 def test_a_graph_without_them_is_left_alone() -> None:
     program, _ = program_of(Plain())
     before = program.graph_module.code

@@ -29,12 +29,14 @@ MOVES = {
     *(aten.index_select.default, aten.cat.default, aten.stack.default, aten.split.Tensor),
     *(aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.transpose.int),
     *(aten.flatten.using_ints, aten.unflatten.int, aten.sym_size.int),
+    *(aten.select_scatter.default, aten.slice_scatter.default),
 }
 NEW_AXIS = {aten.unsqueeze.default, aten.stack.default}
 SHAPES = {aten.reshape.default, aten.view.default, aten.expand.default, aten._unsafe_view.default}
 SAME = {
     *(aten.clone.default, aten.contiguous.default, aten.alias.default, aten.neg.default),
     *(aten.add.Tensor, aten.sub.Tensor, aten.index.Tensor, aten.pad_sequence.default),
+    aten.expand_as.default,
 }
 PADS = {aten.constant_pad_nd.default, aten.pad.default}
 FILLS = ("constant", None, 0)  # with zeros
@@ -125,6 +127,10 @@ class ComplexPairs:
             rank = self.ranks[node.args[0]]  # type: ignore[index]
             axes = [int(axis) % rank for axis in node.args[1]]  # type: ignore[union-attr, arg-type]
             node.args = (node.args[0], [*axes, rank])
+            self._keep(node)
+        elif node.target is aten.zeros.default:
+            node.args = ([*node.args[0], 2],)  # type: ignore[misc]
+            node.kwargs = {**node.kwargs, "dtype": node.meta["val"].real.dtype}
             self._keep(node)
         elif node.target in (aten.polar.default, aten.complex.default):
             self._combine(node)
