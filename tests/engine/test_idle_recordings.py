@@ -20,6 +20,7 @@ from maskfx.engine.step_runner import Step
 from maskfx.engine.ticket import Ticket
 from maskfx.errors import Cancelled
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.scheduling.elastic import ElasticRounds
 from tests.factories.served import build, picture, square
 
 STEPS = 4
@@ -221,6 +222,16 @@ def test_no_template_in_use_is_evicted_for_a_recording() -> None:
         before = len(made.steps)
         assert np.array_equal(image(made.submit(pipe, **edit(101))), kept)
         assert len(made.steps) == before + STEPS, "its template is still there"
+
+
+@pytest.mark.slow  # starts processes
+def test_with_rounds_on_several_ranks_recordings_step_between_them() -> None:
+    with maskfx.Engine(ranks=2, rounds=ElasticRounds()) as made:
+        made.record_idle(pipeline(), **pictured(105)).result(timeout=200)
+        image(made.submit(pipeline(), **edit(105, quality=IDLE)))
+        image(made.submit(pipeline(), **edit(106, quality=IDLE)))
+        until(lambda: made.idle.finished == 2)
+        assert kinds(made) == "r" * STEPS + "." * 2 * STEPS + "r" * STEPS
 
 
 def test_without_an_engine_the_second_edit_records() -> None:
