@@ -38,6 +38,8 @@ class IdleRecording:
     ticket: Ticket
     template: str | None = None  # None: not known before it begins
     left: float = inf  # its steps; unknown before the first one
+    seen: float = inf  # that number when a request looked last
+    starved: int = 0  # requests that looked since it last made a step
 
 
 class IdleRecordings:
@@ -121,18 +123,20 @@ class IdleRecordings:
     def pays(self, recording: IdleRecording | None, requests: int) -> bool:
         """Return True if an edit should wait for a recording, by the predicted seconds.
 
-        It is compared with what a template saves in one edit or, where earlier requests made no
-        recording possible, in as many: a server without idle time records too.
+        What is left is compared with what a template saves in one edit or, where several requests
+        in turn found no progress, in as many: an engine without idle time records too.
 
         Args:
             recording: The recording; None if there is none.
             requests: The number of requests for the template so far, this one included.
         """
-        begun = recording is not None and recording.left < inf
-        left = recording.left if begun and recording is not None else self._steps
-        if self.seconds.recording(left) == inf:
-            return False
-        return self.seconds.saved() * max(1, requests - 1) >= self.seconds.recording(left)
+        left, edits = self._steps, requests - 1
+        if recording is not None:
+            left = min(left, recording.left)
+            recording.starved = 0 if recording.left < recording.seen else recording.starved + 1
+            recording.seen, edits = recording.left, max(1, recording.starved)
+        seconds = self.seconds.recording(left)
+        return seconds < inf and self.seconds.saved() * edits >= seconds
 
     def begin(self, ticket: Ticket, template: str) -> None:
         """Note that a ticket records a template, or waits for one under way.

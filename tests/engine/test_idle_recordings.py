@@ -262,11 +262,22 @@ def test_an_edit_waits_if_less_is_left_than_the_template_saves() -> None:
     assert waits == {1: True, 2: False}
     assert not made.pays(None, 1)
     assert not made.pays(None, 2)
+    costly = recordings(recorded=0.1, whole=1.0, masked=0.5, count=3)
+    assert not costly.pays(None, 1), "a first edit waits for none that has not begun"
+    assert costly.pays(None, 2)
 
 
 def test_without_idle_time_a_later_edit_records() -> None:
     made = recordings(recorded=1.0, whole=1.0, masked=0.5, count=3)
     assert [made.pays(None, requests) for requests in range(1, 6)] == [False] * 3 + [True] * 2
+
+
+def test_an_edit_that_finds_progress_waits_no_longer_than_the_template_saves() -> None:
+    made = recordings(recorded=1.0, whole=1.0, masked=0.5, count=3)
+    found = IdleRecording(Ticket(lambda: None), "t", 4)
+    assert [made.pays(found, requests) for requests in (2, 3, 4)] == [False] * 3
+    found.left = 3
+    assert [made.pays(found, requests) for requests in (5, 6, 7)] == [False, False, True]
 
 
 def test_without_measured_seconds_no_edit_waits() -> None:

@@ -103,7 +103,7 @@ def test_ready_says_what_it_takes(served: Served) -> None:
     assert (ready.size, ready.multiple, ready.site) == ((SIDE, SIDE), 4, 2)
     assert (ready.steps, ready.guidance, ready.slots) == (50, 7.0, 4)
     wanted = {"guidance", "image", "lora", "mask", "negative_prompt", "previews", "prompt"}
-    assert set(ready.takes) == wanted | {"seed", "size", "steps", "strength", "template"}
+    assert set(ready.takes) == wanted | {"ahead", "seed", "size", "steps", "strength", "template"}
     assert ready.generates
     assert served.model.adapters is not None
     assert served.model.adapters.names() == ["one", "two"]
