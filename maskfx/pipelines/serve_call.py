@@ -24,6 +24,7 @@ from maskfx.pipelines.masks.videos import (
     frame_masks,
     latent_channels,
     overlay_video,
+    spans_of,
 )
 from maskfx.pipelines.outputs import as_list, set_template, with_images
 from maskfx.pipelines.parts.modular import asked_for
@@ -190,7 +191,7 @@ def run_edit(call: PipelineCall, masks: Tensor, row: int) -> tuple[object, EditH
     channels = [n for module in modules for n in latent_channels(module)]
     length = call.frames_made(len(masks)) if state.makes_video else 1
     frames = torch.cat([masks, masks[-1:].expand(max(0, length - len(masks)), -1, -1)])
-    video = VideoMask(frames if several else None, channels, length)
+    video = VideoMask(frames if several else None, channels, length, spans_of(call.pipe))
     mismatched: set[str] = set()
     chances = CHANCES
     while True:

@@ -232,6 +232,7 @@ MORE_VIDEO_KINDS = (
         partial(sky, "SkyReelsV2DiffusionForcingVideoToVideoPipeline"),
         lambda seed: {**forced(seed), "video": film(5), "overlap_history": 5, "num_frames": 17},
         frames=26,
+        given=15,
     ),
     VideoKind(
         "Kandinsky5I2VPipeline",
@@ -285,7 +286,7 @@ MORE_VIDEO_KINDS = (
         lambda seed: {**hunyuan_texts(seed), "image": picture(3, SIDE), "latent_window_size": 3},
         frames=13,
     ),
-    VideoKind("ChronoEditPipeline", chrono, partial(first, long), frames=5),
+    VideoKind("ChronoEditPipeline", chrono, partial(first, long, num_frames=5), frames=5),
     VideoKind("CosmosTextToWorldPipeline", partial(cosmos, "CosmosTextToWorldPipeline"), long),
     VideoKind(
         "CosmosVideoToWorldPipeline",

@@ -31,6 +31,7 @@ class VideoKind:
     mask: str = "mask_image"
     side: int = SIDE  # of each frame
     frames: int = FRAMES  # of the result
+    given: int = 0  # the first of them, which follow from a video that is passed
 
 
 def film(seed: int = 0, side: int = SIDE, frames: int = FRAMES) -> list[Image.Image]:

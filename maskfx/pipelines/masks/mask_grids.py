@@ -149,7 +149,7 @@ class MaskGrids:
         key = (count, *size)
         if key not in self._grids:
             sites = margin_sites(self.margin, self.pixels.shape[0] / size[0])
-            masks = latent_masks(self.video.frames, count)
+            masks = latent_masks(self.video.frames, count, self.video.spans)
             self._grids[key] = torch.stack([grown(pooled(mask, size), sites) for mask in masks])
         return self._grids[key]
 

@@ -43,7 +43,17 @@ def frame_masks(given: Pictures) -> Pictures:
     return list(given) if given.ndim == 3 and len(given) > 1 else given
 
 
-def latent_masks(masks: Tensor, count: int) -> Tensor:
+def spans_of(pipe: object) -> Sequence[int]:
+    """Return how many frames a latent frame of a pipeline may stand for."""
+    found = {
+        value
+        for name, value in vars(pipe).items()
+        if "temporal" in name and "patch" not in name and isinstance(value, int) and value > 0
+    }
+    return tuple(found) or SPANS
+
+
+def latent_masks(masks: Tensor, count: int, spans: Sequence[int] = SPANS) -> Tensor:
     """Return the mask of each latent frame: where any frame that it may stand for is masked.
 
     Autoencoders compress time by a few factors; most keep the first frame apart. Where both fit,
@@ -53,11 +63,12 @@ def latent_masks(masks: Tensor, count: int) -> Tensor:
     Args:
         masks: (frames, height, width).
         count: The number of latent frames.
+        spans: How many frames one may stand for.
     """
     frames, found = len(masks), []
     for alone in range(min(2, count)):
         each, left = divmod(frames - alone, count - alone)
-        if each in SPANS and not left:
+        if each in spans and not left:
             bounds = [*range(alone), *range(alone, frames + 1, each)]
             found.append(torch.stack([masks[a:b].any(0) for a, b in pairwise(bounds)]))
     return torch.stack(found or [masks.any(0).expand(count, -1, -1)]).any(0)
@@ -85,11 +96,13 @@ class VideoMask:
         frames: (frames, height, width), the mask of each finished frame; None for one of all.
         channels: The numbers of channels that latents may have.
         length: The number of finished frames; 1 for a picture, or if it isn't known.
+        spans: How many of them a latent frame may stand for.
     """
 
     frames: Tensor | None = None
     channels: Sequence[int] = ()
     length: int = 1
+    spans: Sequence[int] = SPANS
 
     def axis(self, shape: Sequence[int]) -> int:
         """Return the axis of the frames of latents of 5 dimensions."""
