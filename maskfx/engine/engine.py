@@ -390,7 +390,7 @@ class Engine:
         give_back()  # release idle OpenMP threads before the step that needs the cores starts
         with self._changed:
             if self._ended:
-                raise Closed(ENDED)
+                raise ticket.stopped(time.perf_counter()) or Closed(ENDED)
             self._parked.add(parked)
         parked.answered.wait()
         if parked.error is not None:
