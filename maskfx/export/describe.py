@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from maskfx.compiler.capture.captured import Capture
+from maskfx.compiler.capture.grid_numbers import axis_of
 from maskfx.compiler.capture.roles import Argument, is_fixed, sizes_of
 from maskfx.compiler.compile import Compilation
 from maskfx.errors import InputError
@@ -105,10 +106,9 @@ def describe_arguments(capture: Capture, tables: ValueTables) -> list[Item]:
             found.append({"kind": "constant", "name": leaf.path, "value": constant})
         else:
             item: Item = {"kind": "number", "name": leaf.path, "value": hint(value)}
-            for axis, _, width in (role.partition("*") for role in leaf.roles):
-                item |= ({"role": axis} if is_size(axis) else {}) | (
-                    {"pixels": int(width)} if width else {}
-                )
+            for axis, width in map(axis_of, leaf.roles):
+                item |= {"role": axis} if is_size(axis) else {}
+                item |= {"pixels": width} if width > 1 else {}
             found.append(item)
     for item in found:
         if item.get("step") and len(item["dims"]) >= 3:

@@ -30,11 +30,10 @@ from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.export import (
     drop_refills,
     export_as_answered,
-    pixels,
     quiet,
     spell_views,
 )
-from maskfx.compiler.capture.grid_numbers import side_of
+from maskfx.compiler.capture.grid_numbers import axis_of
 from maskfx.compiler.capture.light_run import NotLight, light_twin
 from maskfx.compiler.capture.plain_attention import plain_attention
 from maskfx.compiler.capture.roles import Argument, Sizes
@@ -342,7 +341,7 @@ def take_pixels(graph: fx.Graph, leaves: Sequence[Argument]) -> None:
     """Let a graph that was exported with sides in sites take them in pixels."""
     places = list(graph.find_nodes(op="placeholder"))
     for node, leaf in zip(places, leaves, strict=True):
-        width = pixels(leaf.roles[0]) if leaf.roles and not leaf.tensor else 1
+        width = axis_of(leaf.roles[0])[1] if leaf.roles and not leaf.tensor else 1
         sites = node.meta["val"]
         if width == 1:
             continue
@@ -360,7 +359,7 @@ def sizes_by_role(
     for node, leaf in zip(placeholders, leaves, strict=True):
         value = node.meta["val"]
         shape: Sequence[Any] = value.shape if leaf.tensor else (value,)
-        roles = leaf.roles if leaf.tensor else [side_of(role, 0)[0] for role in leaf.roles]
+        roles = leaf.roles if leaf.tensor else [axis_of(role)[0] for role in leaf.roles]
         for role, size in zip(roles, shape, strict=leaf.tensor):
             expr = size.node.expr if isinstance(size, torch.SymInt) else int(size)
             if not isinstance(expr, int) and expr.is_Integer:  # tracing specialized it later

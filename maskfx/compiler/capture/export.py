@@ -25,7 +25,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from maskfx.compiler.capture.branches import PlainRun, Unexportable, full_run, going_by, plain_run
 from maskfx.compiler.capture.data_attributes import DataAttributes
-from maskfx.compiler.capture.grid_numbers import side_of
+from maskfx.compiler.capture.grid_numbers import axis_of, side_of
 from maskfx.compiler.capture.keyword_names import allow_keyword_names
 from maskfx.compiler.capture.known_numbers import KnownNumbers
 from maskfx.compiler.capture.packings import Packings
@@ -202,7 +202,7 @@ def equal_sizes(module: torch.nn.Module, leaves: Sequence[Argument]) -> Iterator
         seen: dict[str, IntLikeType] = {}
         for leaf, value in zip(leaves, values, strict=True):
             shape = value.shape if isinstance(value, torch.Tensor) else (value,)
-            roles = leaf.roles if leaf.tensor else tuple(side_of(r, 0)[0] for r in leaf.roles)
+            roles = leaf.roles if leaf.tensor else tuple(axis_of(role)[0] for role in leaf.roles)
             for role, size in zip(roles, shape, strict=leaf.tensor) if shape else ():
                 if role and isinstance(seen.setdefault(role, size), torch.SymInt):
                     torch._check(size == seen[role])
@@ -240,7 +240,7 @@ def sides_in_pixels(module: torch.nn.Module, leaves: Sequence[Argument]) -> Iter
 
     So a size in sites is one symbol, and no quotient of one.
     """
-    widths = [0 if leaf.tensor or not leaf.roles else pixels(*leaf.roles) for leaf in leaves]
+    widths = [1 if leaf.tensor or not leaf.roles else axis_of(*leaf.roles)[1] for leaf in leaves]
 
     def widen(
         _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -257,11 +257,6 @@ def sides_in_pixels(module: torch.nn.Module, leaves: Sequence[Argument]) -> Iter
     finally:
         if hook is not None:
             hook.remove()
-
-
-def pixels(role: str) -> int:
-    """Return how many pixels wide a site is, by the role of an integer; 1 for other roles."""
-    return int(role.partition("*")[2] or 1)
 
 
 @contextlib.contextmanager

@@ -49,10 +49,16 @@ def in_pixels(grid: Sequence[str], width: int) -> dict[str, Roles]:
     return {path: (f"{axis}{scale}",) for path, axis, scale in pairs}
 
 
-def side_of(role: str, number: int) -> tuple[str, int]:
-    """Return the axis of the picture that an integer gives the size of, and its sites."""
+def axis_of(role: str) -> tuple[str, int]:
+    """Return the axis that an integer gives the size of, and how many of it a site is wide."""
     axis, _, width = role.partition("*")
-    return (axis, number // int(width)) if width else (role, number)
+    return axis, int(width or 1)
+
+
+def side_of(role: str, number: int) -> tuple[str, int]:
+    """Return the axis that an integer gives the size of, and that size in sites."""
+    axis, width = axis_of(role)
+    return axis, number // width
 
 
 def grids_in(paths: Sequence[str], numbers: Mapping[str, int]) -> list[tuple[str, ...]]:

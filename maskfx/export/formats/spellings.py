@@ -74,6 +74,14 @@ def spell_casts(graph: fx.Graph) -> None:
             node.kwargs = {"dtype": node.meta["val"].dtype}
 
 
+def cast(value: fx.Node, dtype: torch.dtype, reader: fx.Node) -> fx.Node:
+    """Return a value in another type, before an operator that reads it."""
+    with reader.graph.inserting_before(reader):
+        found = reader.graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
+    found.meta["val"] = value.meta["val"].to(dtype)
+    return found
+
+
 def cast_joined(graph: fx.Graph) -> None:
     """Cast values that are joined to the type of the result, as ONNX joins one type only."""
     for target in (aten.cat.default, aten.concat.default, aten.stack.default):
@@ -83,10 +91,7 @@ def cast_joined(graph: fx.Graph) -> None:
                 value = part.meta["val"]
                 if not isinstance(value, torch.Tensor) or value.dtype == wanted:
                     continue
-                with graph.inserting_before(node):
-                    cast = graph.call_function(aten._to_copy.default, (part,), {"dtype": wanted})
-                cast.meta["val"] = value.to(wanted)
-                node.replace_input_with(part, cast)
+                node.replace_input_with(part, cast(part, wanted, node))
 
 
 def spell_copies(graph: fx.Graph) -> None:
@@ -94,11 +99,8 @@ def spell_copies(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         place, source = node.args[:2]
         into, value = place.meta["val"], source.meta["val"]
-        with graph.inserting_before(node):
-            if value.dtype != into.dtype:
-                kind = {"dtype": into.dtype}
-                source = graph.call_function(aten._to_copy.default, (source,), kind)
-                source.meta["val"] = value.to(into.dtype)
+        if value.dtype != into.dtype:
+            source = cast(source, into.dtype, node)
         node.target, node.args, node.kwargs = aten.expand_as.default, (source, place), {}
 
 
@@ -109,10 +111,7 @@ def widen_einsums(graph: fx.Graph) -> None:
         if value.dtype != torch.bfloat16:
             continue
         for part in dict.fromkeys(node.all_input_nodes):
-            with graph.inserting_before(node):
-                wide = graph.call_function(aten._to_copy.default, (part,), {"dtype": torch.float32})
-            wide.meta["val"] = part.meta["val"].float()
-            node.replace_input_with(part, wide)
+            node.replace_input_with(part, cast(part, torch.float32, node))
         node.meta["val"] = value.float()
         with graph.inserting_after(node):
             narrow = graph.call_function(aten._to_copy.default, (), {"dtype": value.dtype})
@@ -128,10 +127,7 @@ def widen_indices(graph: fx.Graph) -> None:
             value = number.meta["val"]
             if value.dtype in (torch.int64, torch.bool):
                 continue
-            with graph.inserting_before(node):
-                wide = graph.call_function(aten.to.dtype, (number, torch.int64))
-            wide.meta["val"] = value.to(torch.int64)
-            node.replace_input_with(number, wide)
+            node.replace_input_with(number, cast(number, torch.int64, node))
 
 
 def spell_attention(module: fx.GraphModule) -> None:
