@@ -21,6 +21,7 @@ from maskfx.pipelines.masks.masks import overlay, pixel_masks
 from maskfx.pipelines.masks.unrecognized_masks import reason, unrecognized_masks
 from maskfx.pipelines.masks.videos import (
     VideoMask,
+    for_frames,
     frame_masks,
     latent_channels,
     overlay_video,
@@ -190,8 +191,8 @@ def run_edit(call: PipelineCall, masks: Tensor, row: int) -> tuple[object, EditH
     modules = (denoiser.module for denoiser in state.denoisers.values())
     channels = [n for module in modules for n in latent_channels(module)]
     length = call.frames_made(len(masks)) if state.makes_video else 1
-    frames = torch.cat([masks, masks[-1:].expand(max(0, length - len(masks)), -1, -1)])
-    video = VideoMask(frames if several else None, channels, length, spans_of(call.pipe))
+    frames = for_frames(masks, length) if several else None
+    video = VideoMask(frames, channels, length, spans_of(call.pipe))
     mismatched: set[str] = set()
     chances = CHANCES
     while True:

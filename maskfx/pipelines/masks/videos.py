@@ -43,12 +43,17 @@ def frame_masks(given: Pictures) -> Pictures:
     return list(given) if given.ndim == 3 and len(given) > 1 else given
 
 
+def for_frames(masks: Tensor, count: int) -> Tensor:
+    """Return a mask for each of at least `count` frames: the last one also for all after it."""
+    return torch.cat([masks, masks[-1:].expand(max(0, count - len(masks)), -1, -1)])
+
+
 def spans_of(pipe: object) -> Sequence[int]:
     """Return how many frames a latent frame of a pipeline may stand for."""
     found = {
         value
         for name, value in vars(pipe).items()
-        if "temporal" in name and "patch" not in name and isinstance(value, int) and value > 0
+        if "temporal" in name and "patch" not in name and type(value) is int and value > 0
     }
     return tuple(found) or SPANS
 
