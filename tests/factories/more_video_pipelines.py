@@ -16,18 +16,23 @@ from tests.factories.video_pipelines import (
     VideoKind,
     animate_texts,
     film,
+    hunyuan,
     hunyuan_texts,
     hunyuan_vae,
+    kandinsky,
     kandinsky_texts,
     ltx,
     ltx_texts,
+    motif,
     sana_texts,
+    sana_video,
+    sky,
     texts,
     unprompted,
     wan_times,
     wan_vae,
 )
-from tests.factories.videos import HUNYUAN, WAN
+from tests.factories.videos import HUNYUAN
 from tests.factories.zoo import CROSS, POOLED, Draw, only, tiny
 
 long = partial(texts, num_frames=FRAMES)
@@ -38,19 +43,7 @@ def first(inputs: Any, seed: int, **more: Any) -> Arguments:
     return {**inputs(seed), "image": picture(3, SIDE), **more}
 
 
-def sky(name: str, **config: Any) -> Any:
-    net = tiny("SkyReelsV2Transformer3DModel", **{**WAN, **config})
-    parts = {"transformer": net, "vae": wan_vae(), "scheduler": wan_times()}
-    return pipe_of(name, lambda: parts)
-
-
 forced = partial(texts, num_frames=FRAMES, base_num_frames=FRAMES)
-
-
-def kandinsky_image() -> Any:
-    net = of_zoo("Kandinsky5Transformer3DModel-video", visual_cond=True)
-    parts = {"transformer": net, "vae": hunyuan_vae(), "scheduler": flow()}
-    return pipe_of("Kandinsky5I2VPipeline", lambda: parts)
 
 
 def mochi() -> Any:
@@ -65,21 +58,6 @@ def mochi() -> Any:
     net = of_zoo("MochiTransformer3DModel", max_sequence_length=TEXT, in_channels=12)
     parts = {"transformer": net, "vae": coder, "scheduler": flow(invert_sigmas=True)}
     return pipe_of("MochiPipeline", lambda: parts)
-
-
-def motif_image() -> Any:
-    from diffusers import ClassifierFreeGuidance
-
-    net = of_zoo("MotifVideoTransformer3DModel", in_channels=9)
-    parts = {"transformer": net, "vae": wan_vae(), "scheduler": flow()}
-    guider = ClassifierFreeGuidance(guidance_scale=4.0)
-    return pipe_of("MotifVideoImage2VideoPipeline", lambda: {**parts, "guider": guider})
-
-
-def sana_image() -> Any:
-    net = of_zoo("SanaVideoTransformer3DModel")
-    parts = {"transformer": net, "vae": wan_vae(), "scheduler": flow(shift=7.0)}
-    return pipe_of("SanaImageToVideoPipeline", lambda: parts)
 
 
 def allegro() -> Any:
@@ -99,15 +77,6 @@ def allegro() -> Any:
     net = of_zoo("AllegroTransformer3DModel", sample_height=4, sample_width=4)
     parts = {"transformer": net, "vae": coder, "scheduler": ddim()}
     return pipe_of("AllegroPipeline", lambda: parts)
-
-
-def hunyuan(name: str, **config: Any) -> Any:
-    net = tiny(
-        "HunyuanVideoTransformer3DModel",
-        **only(HUNYUAN, pooled_projection_dim=POOLED, **config),
-    )
-    parts = {"transformer": net, "vae": hunyuan_vae(), "scheduler": flow(shift=7.0)}
-    return pipe_of(name, lambda: parts)
 
 
 def ltx_condition() -> Any:
@@ -236,7 +205,7 @@ MORE_VIDEO_KINDS = (
     ),
     VideoKind(
         "Kandinsky5I2VPipeline",
-        kandinsky_image,
+        partial(kandinsky, "Kandinsky5I2VPipeline"),
         lambda seed: {**kandinsky_texts(seed), "image": picture(3, 64), "num_frames": 21},
         side=64,
         frames=21,
@@ -248,9 +217,15 @@ MORE_VIDEO_KINDS = (
         frames=13,
     ),
     VideoKind(
-        "MotifVideoImage2VideoPipeline", motif_image, partial(first, animate_texts, prompt=None)
+        "MotifVideoImage2VideoPipeline",
+        partial(motif, "MotifVideoImage2VideoPipeline"),
+        partial(first, animate_texts, prompt=None),
     ),
-    VideoKind("SanaImageToVideoPipeline", sana_image, partial(first, sana_texts)),
+    VideoKind(
+        "SanaImageToVideoPipeline",
+        partial(sana_video, "SanaImageToVideoPipeline"),
+        partial(first, sana_texts),
+    ),
     VideoKind(
         "AllegroPipeline",
         allegro,

@@ -118,13 +118,13 @@ def cog(name: str, **config: Any) -> Any:
     return pipe_of(name, lambda: parts)
 
 
-def hunyuan() -> Any:
+def hunyuan(name: str, **config: Any) -> Any:
     net = tiny(
         "HunyuanVideoTransformer3DModel",
-        **only(HUNYUAN, pooled_projection_dim=POOLED, guidance_embeds=True),
+        **only(HUNYUAN, pooled_projection_dim=POOLED, **config),
     )
     parts = {"transformer": net, "vae": hunyuan_vae(), "scheduler": flow(shift=7.0)}
-    return pipe_of("HunyuanVideoPipeline", lambda: parts)
+    return pipe_of(name, lambda: parts)
 
 
 def hunyuan_vae() -> Any:
@@ -209,16 +209,16 @@ def wan_image(seed: int) -> Arguments:
     return texts(seed, num_frames=FRAMES, image=picture(3, SIDE))
 
 
-def sky() -> Any:
+def sky(name: str) -> Any:
     net = tiny("SkyReelsV2Transformer3DModel", **WAN)
     parts = {"transformer": net, "vae": wan_vae(), "scheduler": wan_times()}
-    return pipe_of("SkyReelsV2Pipeline", lambda: parts)
+    return pipe_of(name, lambda: parts)
 
 
-def kandinsky() -> Any:
+def kandinsky(name: str) -> Any:
     net = of_zoo("Kandinsky5Transformer3DModel-video", visual_cond=True)
     parts = {"transformer": net, "vae": hunyuan_vae(), "scheduler": flow()}
-    return pipe_of("Kandinsky5T2VPipeline", lambda: parts)
+    return pipe_of(name, lambda: parts)
 
 
 def kandinsky_texts(seed: int) -> Arguments:
@@ -264,10 +264,10 @@ def unprompted(seed: int) -> Arguments:
     return {**animate_texts(seed), "negative_prompt": None}
 
 
-def sana_video() -> Any:
+def sana_video(name: str) -> Any:
     net = of_zoo("SanaVideoTransformer3DModel")
     parts = {"transformer": net, "vae": wan_vae(), "scheduler": flow(shift=7.0)}
-    return pipe_of("SanaVideoPipeline", lambda: parts)
+    return pipe_of(name, lambda: parts)
 
 
 def sana_texts(seed: int) -> Arguments:
@@ -275,17 +275,11 @@ def sana_texts(seed: int) -> Arguments:
     return {n: v for n, v in given.items() if n != "num_frames"}
 
 
-def motif() -> Any:
+def motif(name: str) -> Any:
     net = of_zoo("MotifVideoTransformer3DModel", in_channels=9)
     parts = {"transformer": net, "vae": wan_vae(), "scheduler": flow()}
     guider = ClassifierFreeGuidance(guidance_scale=4.0)
-    return pipe_of("MotifVideoPipeline", lambda: {**parts, "guider": guider})
-
-
-def forcing() -> Any:
-    net = tiny("SkyReelsV2Transformer3DModel", **WAN)
-    parts = {"transformer": net, "vae": wan_vae(), "scheduler": wan_times()}
-    return pipe_of("SkyReelsV2DiffusionForcingPipeline", lambda: parts)
+    return pipe_of(name, lambda: {**parts, "guider": guider})
 
 
 VIDEO_KINDS: dict[str, VideoKind] = {
@@ -310,7 +304,11 @@ VIDEO_KINDS: dict[str, VideoKind] = {
             partial(cog, "CogVideoXPipeline"),
             partial(texts, num_frames=FRAMES),
         ),
-        VideoKind("HunyuanVideoPipeline", hunyuan, hunyuan_texts),
+        VideoKind(
+            "HunyuanVideoPipeline",
+            partial(hunyuan, "HunyuanVideoPipeline", guidance_embeds=True),
+            hunyuan_texts,
+        ),
         VideoKind("LTXPipeline", partial(ltx, "LTXPipeline"), ltx_texts),
         VideoKind(
             "LTXImageToVideoPipeline",
@@ -328,7 +326,11 @@ VIDEO_KINDS: dict[str, VideoKind] = {
             partial(texts, num_frames=FRAMES),
             "video",
         ),
-        VideoKind("SkyReelsV2Pipeline", sky, partial(texts, num_frames=FRAMES)),
+        VideoKind(
+            "SkyReelsV2Pipeline",
+            partial(sky, "SkyReelsV2Pipeline"),
+            partial(texts, num_frames=FRAMES),
+        ),
         VideoKind(
             "CogVideoXImageToVideoPipeline",
             partial(cog, "CogVideoXImageToVideoPipeline", in_channels=8),
@@ -339,14 +341,19 @@ VIDEO_KINDS: dict[str, VideoKind] = {
             partial(cog, "CogVideoXFunControlPipeline", in_channels=8),
             controlled,
         ),
-        VideoKind("Kandinsky5T2VPipeline", kandinsky, kandinsky_texts, side=64),
+        VideoKind(
+            "Kandinsky5T2VPipeline",
+            partial(kandinsky, "Kandinsky5T2VPipeline"),
+            kandinsky_texts,
+            side=64,
+        ),
         VideoKind("EasyAnimatePipeline", partial(animate, "EasyAnimatePipeline"), animate_texts),
         VideoKind("WanPipeline-two", two_wans, partial(texts, num_frames=FRAMES)),
-        VideoKind("SanaVideoPipeline", sana_video, sana_texts),
-        VideoKind("MotifVideoPipeline", motif, animate_texts),
+        VideoKind("SanaVideoPipeline", partial(sana_video, "SanaVideoPipeline"), sana_texts),
+        VideoKind("MotifVideoPipeline", partial(motif, "MotifVideoPipeline"), animate_texts),
         VideoKind(
             "SkyReelsV2DiffusionForcingPipeline",
-            forcing,
+            partial(sky, "SkyReelsV2DiffusionForcingPipeline"),
             partial(texts, num_frames=FRAMES, base_num_frames=FRAMES, prompt=None),
         ),
     )
