@@ -38,15 +38,17 @@ class EditPolicy:
     Args:
         quality: Quality of the edit.
         recorded: Number of steps of the template; None without a template.
+        whole: Whether all of a picture is made, without a template.
     """
 
     quality: Quality
     recorded: int | None = None
+    whole: bool = False
 
     @property
     def selection(self) -> StepSelection:
         """The steps whose calls are computed; outputs of the others are extrapolated."""
-        return self.quality.selection
+        return self.quality.whole_selection if self.whole else self.quality.selection
 
     def kind(self, step: int, steps: int | None) -> CallKind:
         """Return what a call at this step becomes; `steps` is None if their number is unknown."""

@@ -50,7 +50,8 @@ def fit_forecasts(
     Raises:
         InputError: The forecasts of this pipeline can't be fitted.
     """
-    selection, masked = quality.selection, not quality.unmasked
+    masked = not quality.unmasked
+    selection = quality.selection if masked else quality.whole_selection
     if not selection.skips:
         raise InputError("fit-forecast: every step is computed: give --every 2 or more")
     runs = []

@@ -154,7 +154,11 @@ def logged(
         )
     [scheduler], log = schedulers, RunLog()
     call = call_of(pipe, (), arguments, quality)
-    handler = LoggedWhole(quality.selection, kind) if quality.unmasked else edit_of(call, kind)
+    handler: LoggedWhole | LoggedEdit
+    if quality.unmasked:
+        handler = LoggedWhole(quality.whole_selection, kind)
+    else:
+        handler = edit_of(call, kind)
     before = vars(scheduler).get("step")
     vars(scheduler)["step"] = logged_step(scheduler.step, log)
     try:

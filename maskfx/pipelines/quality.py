@@ -37,10 +37,11 @@ class Quality:
             surroundings see the edit. Defaults to 1. Each additional site costs most where the mask
             is small, and brings the image much closer to the dense one. A site that is wider than
             8 pixels, as in packed latents, counts as several.
-        every: Run the denoiser on about one step in `every`, more often toward the end, and
-            extrapolate its outputs on the others. Defaults to 1. First and last steps always run,
-            and at least `least`. If passed to compile(), templates store only the computed
-            steps; a call that computes other steps gets a separate template.
+        every: Run the denoiser on about one step in `every` and extrapolate its outputs on the
+            others: more often toward the end, and evenly if all of a picture is made without a
+            template. Defaults to 1. First and last steps run, and at least `least`. If passed to
+            compile(), templates store only the computed steps; a call that computes other steps
+            gets a separate template.
         unmasked: Whether `every` also applies to calls without a mask. Defaults to False: they
             compute every step.
         least: Number of steps that run at least where `every` is more than one. Defaults to 6, so
@@ -151,7 +152,13 @@ class Quality:
 
     @property
     def selection(self) -> StepSelection:
+        """The computed steps of an edit."""
         return StepSelection(self.every, self.first, self.last, self.least)
+
+    @property
+    def whole_selection(self) -> StepSelection:
+        """The computed steps of a whole picture."""
+        return replace(self.selection, even=True)
 
     @property
     def patch_reuse(self) -> PatchReuse | None:

@@ -76,7 +76,7 @@ def run_whole(call: PipelineCall) -> object:
     if patches is None:
         quality = call.quality
         if quality.unmasked and quality.selection.skips:
-            return call.run(SelectedStepsHandler(quality.selection, quality.forecast))
+            return call.run(SelectedStepsHandler(quality.whole_selection, quality.forecast))
         return call.run(DenseHandler())
     with closing(patches):
         return call.run(PatchHandler(call.quality, patches))

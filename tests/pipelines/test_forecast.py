@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.runs import execute
+from maskfx.pipelines.schedules.forecasts import Forecasts
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.step_selection import LEAST, WHOLE, StepSelection
@@ -71,6 +73,23 @@ def test_fewer_than_usual_are_computed_if_asked_and_the_last_is_none_of_them() -
             gaps = [b - a for a, b in zip(ends, ends[1:], strict=False) if b > a]
             assert found[0] == 0
             assert gaps == sorted(gaps, reverse=True)
+
+
+def test_steps_of_whole_pictures_are_evenly_spaced() -> None:
+    """The shorter gaps come first, and the last step is computed if four are at least."""
+    assert computed(StepSelection(every=4, even=True), 20) == [0, 3, 7, 11, 15, 19]
+    assert computed(StepSelection(every=5, least=2, even=True), 20) == [0, 4, 9, 14, 19]
+    assert computed(StepSelection(every=7, least=2, even=True), 20) == [0, 6, 12, 19]
+    assert computed(StepSelection(every=7, least=2, even=True), 12) == [0, 5, 9]
+    for steps in range(3, 120):
+        for every in range(2, 30):
+            found = computed(StepSelection(every, least=2, even=True), steps)
+            assert len(found) == 1 + -(-(steps - 1) // every)
+            if len(found) > 3:
+                gaps = [b - a for a, b in zip(found, found[1:], strict=False)]
+                assert found[-1] == steps - 1
+                assert gaps == sorted(gaps)
+                assert gaps[-1] - gaps[0] <= 1
 
 
 def test_steps_in_full_are_computed() -> None:
@@ -224,6 +243,28 @@ def test_only_some_steps_of_an_edit_are_computed(monkeypatch: pytest.MonkeyPatch
 
 def every(count: int, **more: Any) -> maskfx.Quality:
     return maskfx.Quality(every=count, **more)
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_pictures_from_nothing_compute_evenly_spaced_steps(
+    part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Edits of a part don't, even without a template."""
+    pipe, times = compiled(FLUX), list[float]()
+    learn = Forecasts.learn
+
+    def learning(self: Forecasts, key: Any, at: Any, *more: Any) -> None:
+        times.append(at[0])
+        learn(self, key, at, *more)
+
+    monkeypatch.setattr(Forecasts, "learn", learning)
+    mask = square() if part else Image.new("L", square().size, 255)
+    quality = every(4, reuse="steps", refresh=1)
+    given = {"num_inference_steps": 20, "strength": 1.0, "quality": quality}
+    latents(pipe, **call_of(PIPES[FLUX], 0, mask, **given))
+    known = [float(one) / 1000 for one in pipe.scheduler.timesteps]
+    found = [next(n for n, one in enumerate(known) if abs(one - t) < 1e-4) for t in times]
+    assert found == ([0, 5, 9, 13, 16, 19] if part else [0, 3, 7, 11, 15, 19])
 
 
 def test_a_short_edit_is_computed_as_without() -> None:

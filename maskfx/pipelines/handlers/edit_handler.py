@@ -69,7 +69,8 @@ class EditHandler:
 
     def __post_init__(self) -> None:
         recorded = None if self.template is None else self.template.steps
-        self.policy = EditPolicy(self.quality, recorded)
+        whole = self.template is None and bool(self.mask.all())
+        self.policy = EditPolicy(self.quality, recorded, whole)
 
     @property
     def selection(self) -> StepSelection:
@@ -78,7 +79,7 @@ class EditHandler:
     @property
     def forecast(self) -> str:
         # weights of whole pictures are worse than extrapolation for a part of a given one
-        part = self.template is None and not bool(self.mask.all())
+        part = self.template is None and not self.policy.whole
         return "output" if part and self.quality.forecast == "auto" else self.quality.forecast
 
     @property

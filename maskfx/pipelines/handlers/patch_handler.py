@@ -151,7 +151,7 @@ class PatchHandler(DenseHandler):
 
     @property
     def selection(self) -> StepSelection:  # type: ignore[override]
-        return self.quality.selection
+        return self.quality.whole_selection
 
     @property
     def forecast(self) -> str:  # type: ignore[override]

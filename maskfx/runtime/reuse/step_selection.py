@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 
 LEAST = 6  # computed steps, at least, by default: the steps of a short run are far apart
+FEWEST = 4  # computed steps, at least, that are evenly spaced
 # Gaps shrink towards the end: the last steps draw fine detail, and no later step corrects them.
 BEND = 0.35
 SHORTEST = 1.6  # lower bound of the last gap: across one or two steps there's little to extrapolate
@@ -21,20 +22,24 @@ class StepSelection:
     """Selects the steps to compute; the others are extrapolated.
 
     The first step is always computed, and at least `least` steps of a run. So is the last one,
-    unless fewer than `LEAST` are computed: then the gap after the last computed step is shorter
-    than those before, because one gap fewer makes all of them longer.
+    unless fewer than `LEAST` are computed, or `FEWEST` of even ones: then the gap after the last
+    computed step is shorter than those before, because one gap fewer makes all of them longer.
 
     Args:
         every: about one in `every` steps is computed, denser towards the end; 1 computes all.
         first: number of steps at the start that are all computed.
         last: number of steps at the end that are all computed.
         least: number of steps that are computed at least, however short the run.
+        even: the steps of whole pictures: all gaps are alike, the shorter ones first. In an edit
+            what surrounds the mask is known from the first step on, so that its early steps matter
+            less than those of a picture that begins from nothing.
     """
 
     every: int = 1
     first: int = 0
     last: int = 0
     least: int = LEAST
+    even: bool = False
 
     @property
     def skips(self) -> bool:
@@ -45,16 +50,16 @@ class StepSelection:
         if steps is None:
             return step < max(self.first, self.least) or step % self.every == 0
         at_ends = step < self.first or step >= steps - self.last
-        return at_ends or step in spaced(steps, self.every, self.least)
+        return at_ends or step in spaced(steps, self.every, self.least, self.even)
 
     def key(self) -> list[float]:
         """Return all numbers that determine the selected steps."""
-        return [self.every, self.first, self.last, self.least, BEND, SHORTEST]
+        return [self.every, self.first, self.last, self.least, self.even, BEND, SHORTEST]
 
     def covers(self, other: StepSelection) -> bool:
         """Whether this selection contains the other's steps for every length of the run."""
         ends = self.first >= other.first and self.last >= other.last
-        same = (self.every, self.least) == (other.every, other.least)
+        same = (self.every, self.least, self.even) == (other.every, other.least, other.even)
         return not self.skips or (ends and same)
 
     def following(self, step: int, steps: int | None) -> int | None:
@@ -73,15 +78,15 @@ EVERY_STEP = StepSelection()
 # Names of qualities that apply to whole pictures too; points of bench.patches.
 WHOLE = {
     "all-steps": EVERY_STEP,
-    "half-steps": StepSelection(every=2),
-    "third-steps": StepSelection(every=3),
-    "fifth-steps": StepSelection(every=5, least=2),
+    "half-steps": StepSelection(every=2, even=True),
+    "third-steps": StepSelection(every=3, even=True),
+    "fifth-steps": StepSelection(every=5, least=2, even=True),
 }
 
 
 @cache
-def spaced(steps: int, every: int, least: int = LEAST) -> frozenset[int]:
-    """Return about one in `every` of `steps` steps, denser towards the end.
+def spaced(steps: int, every: int, least: int = LEAST, even: bool = False) -> frozenset[int]:
+    """Return about one in `every` of `steps` steps, evenly or denser towards the end.
 
     Contains `steps` too, so that a search for the next selected step ends.
     """
@@ -89,14 +94,18 @@ def spaced(steps: int, every: int, least: int = LEAST) -> frozenset[int]:
     count = max(least, 1 + ceil(last / every))
     if count >= steps:
         return frozenset(range(steps + 1))
-    end, gaps = (last, count - 1) if count >= LEAST else (steps, count)
-    return frozenset((*gap_ends(end, gaps), steps))
+    even = even and count >= FEWEST
+    end, gaps = (last, count - 1) if even or count >= LEAST else (steps, count)
+    return frozenset((*gap_ends(end, gaps, even), steps))
 
 
-def gap_ends(end: int, count: int) -> list[int]:
-    """Divide the steps up to `end` into gaps that shrink; return where they begin and end."""
-    bend = max(0.0, min(BEND, 1 - SHORTEST * count / end))
+def gap_ends(end: int, count: int, even: bool) -> list[int]:
+    """Divide the steps up to `end` into gaps, alike or shrinking; return where they begin and end.
+
+    Of gaps that are alike the shorter ones come first: a single output has no slope to follow.
+    """
+    bend = 0.0 if even else max(0.0, min(BEND, 1 - SHORTEST * count / end))
     parts = [number / count for number in range(count + 1)]
     places = [round(end * (u + bend * u * (1 - u))) for u in parts]
-    gaps = sorted((b - a for a, b in pairwise(places)), reverse=True)
+    gaps = sorted((b - a for a, b in pairwise(places)), reverse=not even)
     return list(accumulate(gaps, initial=0))
