@@ -207,18 +207,18 @@ def qualities(calls: int, forecast: str) -> list[maskfx.Quality]:
         quality = maskfx.Quality(
             reuse="steps", refresh=1, every=count, least=least, forecast=forecast
         )
-        chosen = tuple(n for n in range(calls) if quality.selection.computes(n, calls))
+        chosen = tuple(n for n in range(calls) if quality.whole_selection.computes(n, calls))
         if len(chosen) < calls:
             found.setdefault(chosen, quality)
     return list(found.values())
 
 
 def is_fitted(bench: Bench, quality: maskfx.Quality) -> bool:
-    """Return True if weights were fitted for this selection of the task's calls."""
+    """Return True if weights were fitted for as many of the task's calls."""
     table, calls = table_in(model_folders(bench.bed.denoiser)), bench.calls
-    chosen = tuple(n for n in range(calls) if quality.selection.computes(n, calls))
-    runs = [] if table is None else table.runs
-    return any(run.computed == chosen and len(run.times) == calls for run in runs)
+    known = [] if table is None else table.selections()
+    count = quality.whole_selection.left(0, calls)
+    return any(len(computed) == count and steps == calls for steps, computed in known)
 
 
 def name_of(quality: maskfx.Quality) -> str:

@@ -111,6 +111,6 @@ def summary(report: FitReport, path: Path, seconds: float) -> str:
         (
             f"{path}: {report.denoiser}, {kind}, {len(run.times)} calls of which "
             f"{len(run.computed)} are computed ({computed}), in {seconds:.0f} s",
-            f"latents differ from those of full runs, behind each gap: {errors}",
+            f"latents differ from those of full runs, behind each gap and at the end: {errors}",
         )
     )

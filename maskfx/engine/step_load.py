@@ -65,6 +65,6 @@ def steps_left(call: DenoiserCall) -> tuple[int, int]:
     """
     if call.steps is None:
         return 1, call.step + 1
-    selection = call.run.handler.selection
+    selection = call.run.selection
     left = max(1, selection.left(call.step, call.steps))
     return left, max(left, selection.left(0, call.steps))

@@ -10,7 +10,7 @@ from maskfx.pipelines.logged_runs import LoggedRun, logged
 from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.runtime.reuse.fitted_forecast import FittedRun, ForecastTable
-from maskfx.runtime.reuse.forecast_fitting import fit_gap
+from maskfx.runtime.reuse.forecast_fitting import RunLog, fit_gap, flat
 
 
 @dataclass
@@ -21,12 +21,17 @@ class FitReport:
         denoiser: Its name.
         run: The weights.
         errors: The relative difference of the latents from those of the full runs, by the first
-            step that is computed after a gap; inside the masks of edits.
+            step that is computed after a gap, and behind the last step; inside the masks of edits.
     """
 
     denoiser: str
     run: FittedRun
     errors: dict[int, float]
+
+    @property
+    def error(self) -> float:
+        """That of the finished latents."""
+        return self.errors[len(self.run.times)]
 
 
 def fit_forecasts(
@@ -37,7 +42,9 @@ def fit_forecasts(
 ) -> FitReport:
     """Fit the forecasts of the steps that a quality doesn't compute.
 
-    Every call runs once with all steps, and once for each gap between computed steps.
+    Of whole pictures two selections of as many steps are fitted, evenly spaced ones and those that
+    an edit computes, and the better one is returned. Every call runs once with all steps, and for
+    each selection once for each gap between computed steps and once more.
 
     Args:
         pipe: A compiled pipeline.
@@ -50,31 +57,57 @@ def fit_forecasts(
     Raises:
         InputError: The forecasts of this pipeline can't be fitted.
     """
-    masked = not quality.unmasked
-    selection = quality.selection if masked else quality.whole_selection
-    if not selection.skips:
+    if not quality.selection.skips:
         raise InputError("fit-forecast: every step is computed: give --every 2 or more")
     runs = []
     for number, call in enumerate(calls):
         runs.append(logged(pipe, call(), replace(quality, every=1)))
         report(f"run {number + 1} of {len(calls)}")
-    name, carried = check_runs(type(pipe).__name__, runs), [run.carried() for run in runs]
+    name, steps = check_runs(type(pipe).__name__, runs), len(runs[0].steps.times)
+    kinds = [quality.selection]
+    if quality.unmasked:
+        # steps at the ends that are computed in full are no part of a selection
+        free = quality.first == quality.last == 0
+        kinds = [quality.whole_selection, *(kinds if free else ())]
+    fits = []
+    for computed in dict.fromkeys(kind.selected(steps) for kind in kinds):
+        run = FittedRun(tuple(runs[0].steps.times), computed, {}, not quality.unmasked)
+        fits.append(fit_selection(pipe, calls, quality, runs, FitReport(name, run, {}), report))
+    return min(fits, key=lambda fit: fit.error)
+
+
+def fit_selection(
+    pipe: Pipeline,
+    calls: Sequence[Callable[[], Mapping[str, object]]],
+    quality: Quality,
+    runs: Sequence[LoggedRun],
+    found: FitReport,
+    report: Callable[[str], None],
+) -> FitReport:
+    """Return the weights of one selection of steps: `found` has the steps, and no weights."""
+    carried = [run.carried() for run in runs]
     full = [run.at(elements) for run, elements in zip(runs, carried, strict=True)]
-    steps = len(full[0].times)
-    computed = [step for step in range(steps) if selection.computes(step, steps)]
-    table, errors = ForecastTable(name), dict[int, float]()
-    run = FittedRun(tuple(full[0].times), tuple(computed), {}, masked)
+    table, computed, steps = ForecastTable(found.denoiser), found.run.computed, len(found.run.times)
+
+    def own() -> list[RunLog]:
+        fitted = table.with_run(found.run)
+        logs = [logged(pipe, call(), quality, fitted) for call in calls]
+        return [log.at(elements) for log, elements in zip(logs, carried, strict=True)]
+
     for gap in gaps(computed, steps):
-        fitted = table.with_run(run)
-        own = [
-            logged(pipe, call(), quality, fitted).at(elements)
-            for call, elements in zip(calls, carried, strict=True)
-        ]
         before = [step for step in computed if step < gap.start]
-        weights, errors[gap.stop] = fit_gap(full, own, before, gap)
-        run = replace(run, weights={**run.weights, **weights})
-        report(f"steps {gap.start} to {gap.stop - 1}: latents differ by {errors[gap.stop]:.1%}")
-    return FitReport(name, run, errors)
+        weights, error = fit_gap(full, own(), before, gap)
+        errors = {**found.errors, gap.stop: error}
+        found = replace(
+            found,
+            run=replace(found.run, weights={**found.run.weights, **weights}),
+            errors=errors,
+        )
+        report(f"steps {gap.start} to {gap.stop - 1}: latents differ by {error:.1%}")
+    made, wanted = (flat([log.after[-1] for log in logs]) for logs in (own(), full))
+    error = float((made - wanted).norm() / wanted.norm())
+    report(f"computed {', '.join(map(str, computed))}: finished latents differ by {error:.1%}")
+    return replace(found, errors={**found.errors, steps: error})
 
 
 def gaps(computed: Sequence[int], steps: int) -> list[range]:

@@ -52,7 +52,8 @@ class Quality:
             the latents of its step. Applies where the denoiser predicts noise or velocity by a
             table of noise levels, as in Stable Diffusion; others, such as flow models, extrapolate
             outputs. "fitted": outputs by weights of the latents and of all outputs computed before,
-            which `maskfx fit-forecast` fits on the model's own runs and keeps in its folder.
+            which `maskfx fit-forecast` fits on the model's own runs and keeps in its folder, with
+            the steps of whole pictures to compute.
             Applies to the schedules and selections of steps that were fitted, and to those of
             other numbers of steps that are near; others extrapolate outputs, which explain()
             reports. "auto", that of "fast" and "balanced": the same, without a report, but

@@ -16,7 +16,7 @@ from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.fitted_runs import FitReport, fit_forecasts
 from maskfx.pipelines.schedules import forecasts
-from maskfx.pipelines.schedules.forecasts import UNFITTED
+from maskfx.pipelines.schedules.forecasts import UNFITTED, Forecasts
 from maskfx.runtime.reuse.fitted_forecast import FILE, FittedRun, ForecastTable, load_table
 from maskfx.runtime.reuse.forecast_fitting import RunLog, StepRule, fit_gap
 from tests.factories.pipelines import PIPES, anew, call_of, compiled, latents, plain, square, white
@@ -145,8 +145,12 @@ def test_a_run_replaces_that_of_its_own_schedule_and_selection() -> None:
     table = ForecastTable("unet", [RUN])
     anew = FittedRun((905.0, 600.0, 300.0, 0.0), (0, 2), {1: (1.0, 1.0), 3: (1.0, 1.0, 1.0)})
     assert table.with_run(anew).runs == [anew]
-    for other in (FittedRun(RUN.times, (0, 1), {}), replace(anew, masked=True)):
+    for other in (FittedRun(RUN.times, (0, 1, 2), {}), replace(anew, masked=True)):
         assert table.with_run(other).runs == [RUN, other]
+    as_many = FittedRun(RUN.times, (0, 1), {})
+    assert table.with_run(as_many).runs == [as_many]
+    edits = ForecastTable("unet", [replace(RUN, masked=True)])
+    assert len(edits.with_run(replace(as_many, masked=True)).runs) == 2
 
 
 # Fitting.
@@ -231,6 +235,43 @@ def test_the_weights_are_those_of_the_table(place: Any, monkeypatch: pytest.Monk
     for first in (1, 3, 5, 7):
         assert torch.equal(outputs[first + 1], outputs[first])
     assert not torch.equal(outputs[3], outputs[1])
+
+
+def test_whole_pictures_compute_the_steps_that_weights_were_fitted_for(
+    place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many; an edit of a part computes its own."""
+    run = replace(fitted(FLUX).run, computed=(0, 2, 3, 4, 6, 8))
+    pipe, times = place(FLUX, replace(run, weights={})), list[float]()
+    learn = Forecasts.learn
+
+    def learning(self: Forecasts, key: Any, at: Any, *more: Any) -> None:
+        times.append(at[0])
+        learn(self, key, at, *more)
+
+    monkeypatch.setattr(Forecasts, "learn", learning)
+    own = [replace(quality(kind), refresh=1) for kind in KINDS]
+    for one, steps in zip(own, ([0, 1, 3, 5, 7, 9], run.computed, run.computed), strict=True):
+        latents(pipe, **call(FLUX, 3), quality=one)
+        assert times == pytest.approx([run.times[n] for n in steps])
+        times.clear()
+    latents(pipe, **call(FLUX, 3, mask_image=square()), quality=own[1])
+    assert times == pytest.approx([run.times[n] for n in own[1].selection.selected(STEPS)])
+
+
+def test_the_better_of_two_selections_is_fitted() -> None:
+    lines: list[str] = []
+    with torch.no_grad():
+        own = quality()
+        report = fit_forecasts(compiled(FLUX), calls(FLUX), replace(own, every=4), lines.append)
+    found = {}
+    for line in lines:
+        if line.startswith("computed "):
+            steps, error = line.removeprefix("computed ").split(": finished latents differ by ")
+            found[steps] = float(error.rstrip("%"))
+    assert list(found) == ["0, 3, 6, 9", "0, 3, 6, 8"]
+    assert ", ".join(map(str, report.run.computed)) == min(found, key=lambda one: found[one])
+    assert 100 * report.error == pytest.approx(min(found.values()), abs=0.06)
 
 
 def test_another_number_of_steps_uses_them(place: Any) -> None:

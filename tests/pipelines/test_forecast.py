@@ -1,5 +1,6 @@
 """Steps that aren't computed: which they are, and what answers them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def parabola(time: float) -> Tensor:
 
 
 def computed(selection: StepSelection, steps: int) -> list[int]:
-    return [s for s in range(steps) if selection.computes(s, steps)]
+    return list(selection.selected(steps))
 
 
 def test_the_ends_are_computed_and_one_in_so_many_between_nearer_towards_the_last() -> None:
@@ -76,16 +77,17 @@ def test_fewer_than_usual_are_computed_if_asked_and_the_last_is_none_of_them() -
 
 
 def test_steps_of_whole_pictures_are_evenly_spaced() -> None:
-    """The shorter gaps come first, and the last step is computed if four are at least."""
+    """The shorter gaps come first, and the last step is computed unless gaps are long."""
     assert computed(StepSelection(every=4, even=True), 20) == [0, 3, 7, 11, 15, 19]
     assert computed(StepSelection(every=5, least=2, even=True), 20) == [0, 4, 9, 14, 19]
-    assert computed(StepSelection(every=7, least=2, even=True), 20) == [0, 6, 12, 19]
+    assert computed(StepSelection(every=5, least=2, even=True), 12) == [0, 3, 7, 11]
+    assert computed(StepSelection(every=7, least=2, even=True), 20) == [0, 6, 12, 16]
     assert computed(StepSelection(every=7, least=2, even=True), 12) == [0, 5, 9]
     for steps in range(3, 120):
         for every in range(2, 30):
             found = computed(StepSelection(every, least=2, even=True), steps)
             assert len(found) == 1 + -(-(steps - 1) // every)
-            if len(found) > 3:
+            if len(found) > 4 or steps - 1 <= 5 * (len(found) - 1):
                 gaps = [b - a for a, b in zip(found, found[1:], strict=False)]
                 assert found[-1] == steps - 1
                 assert gaps == sorted(gaps)
@@ -243,6 +245,16 @@ def test_only_some_steps_of_an_edit_are_computed(monkeypatch: pytest.MonkeyPatch
 
 def every(count: int, **more: Any) -> maskfx.Quality:
     return maskfx.Quality(every=count, **more)
+
+
+def test_steps_are_chosen_by_number_in_place_of_as_many() -> None:
+    own = StepSelection(every=5, least=2, even=True, chosen=((20, (0, 3, 6, 11, 17)), (12, (0, 5))))
+    assert computed(own, 20) == [0, 3, 6, 11, 17]
+    assert own.following(6, 20) == 11
+    assert own.left(4, 20) == 3
+    assert computed(own, 12) == [0, 3, 7, 11]  # not as many
+    assert computed(replace(own, first=2), 20) == [0, 1, 3, 6, 11, 17]
+    assert not own.covers(replace(own, chosen=()))
 
 
 @pytest.mark.parametrize("part", [False, True])

@@ -60,7 +60,6 @@ from maskfx.pipelines.waiting import Wait, wait_uninterrupted
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.reuse.session import Times, times_of
-from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.sites.mask import Mask, MaskCache
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.runtime.steps import DenseStep
@@ -201,6 +200,7 @@ class PipelineRun:
         self._count = StepCount(self._schedule)
         own, modules = self.handler, {n: one.module for n, one in self.denoisers.items()}
         self.forecasts = Forecasts(self.pipe, own.forecast, modules.get, self.note, own.blends)
+        self.selection = self.forecasts.selected(own.selection, modules)
         self._names = {id(denoiser.module): name for name, denoiser in self.denoisers.items()}
 
     @property
@@ -237,13 +237,12 @@ class PipelineRun:
         call = DenoiserCall(self, name, self.step, branch, inputs, steps, times)
         call.shape = shape_key(inputs)
         key = (name, call.shape)
-        selection = self.handler.selection
         if self._follows:
             self._follow_function(call)
         silent = silent_key(key, inputs)
         if silent is not None and self.shapes.get(silent) is not None:
             return zeros_of(self.shapes[silent], device_of(inputs))
-        if not self._computes(selection, steps):
+        if not self._computes(steps):
             guess = self._guess(call)
             if guess is not None:
                 return guess
@@ -298,7 +297,7 @@ class PipelineRun:
     @property
     def _follows(self) -> bool:
         """Whether outputs of earlier steps are used, so that changes of the function matter."""
-        return self.handler.selection.skips or bool(self.late or self.rows)
+        return self.selection.skips or bool(self.late or self.rows)
 
     def _guess(self, call: DenoiserCall) -> object:
         """Return the result of a call that isn't computed; None if it must be."""
@@ -321,9 +320,9 @@ class PipelineRun:
         if self._schedule.changes():
             self.handler.begin(self._schedule.schedule)
 
-    def _computes(self, selection: StepSelection, steps: int | None) -> bool:
+    def _computes(self, steps: int | None) -> bool:
         """Return True for a step that is computed: selected, or one whose function changed."""
-        return selection.computes(self.step, steps) or self._changed == self.step
+        return self.selection.computes(self.step, steps) or self._changed == self.step
 
     def _follow_function(self, call: DenoiserCall) -> None:
         """Compute this step, and forget earlier outputs, if the call's constants have changed.
@@ -385,7 +384,7 @@ class PipelineRun:
         for call in calls:
             if call.error is not None:
                 raise call.error
-            if self.handler.selection.skips and not call.late:
+            if self.selection.skips and not call.late:
                 self.forecasts.learn(key_of(call), call.times, call.inputs, call.result)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from maskfx.runtime.reuse.clean import KINDS, Mixture, latents_like
 from maskfx.runtime.reuse.fitted_forecast import FittedCurve, ForecastTable, table_in
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times
+from maskfx.runtime.reuse.step_selection import StepSelection
 
 UNFITTED = (
     'forecast="fitted": no weights were fitted for these steps; outputs are extrapolated '
@@ -52,6 +53,18 @@ class Forecasts:
 
     def __post_init__(self) -> None:
         self._levels = NoiseLevels(self.pipe)
+
+    def selected(self, selection: StepSelection, names: Iterable[str]) -> StepSelection:
+        """Return the steps to compute: of whole pictures those that weights were fitted for.
+
+        Args:
+            selection: The steps that are computed otherwise; as many.
+            names: Of the denoisers.
+        """
+        if not (selection.skips and selection.even):
+            return selection
+        tables = [table for table in map(self._table, names) if table is not None]
+        return replace(selection, chosen=tuple(one for t in tables for one in t.selections()))
 
     def learn(self, key: Key, times: Times, inputs: Mapping[str, object], result: object) -> None:
         """Take the output of a computed call."""

@@ -161,13 +161,22 @@ class ForecastTable:
         alike = [run.shared(times[:-1], time) for run in self.runs if run.masked == masked]
         return min((one for one in alike if one is not None), default=(0.0, None))[1]
 
+    def selections(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Return the number of steps of each whole picture, and which are computed."""
+        return [(len(run.times), run.computed) for run in self.runs if not run.masked]
+
     def with_run(self, run: FittedRun) -> ForecastTable:
-        """Return a table in which this run replaces that of the same schedule and selection."""
+        """Return a table in which this run replaces that of the same schedule and selection.
+
+        Of whole pictures all selections of as many steps are the same: each run computes its own.
+        """
 
         def same(one: FittedRun) -> bool:
             steps = range(len(run.times))
-            alike = (one.masked, one.computed) == (run.masked, run.computed)
-            alike = alike and len(one.times) == len(run.times)
+            alike = one.computed == run.computed
+            if not run.masked:
+                alike = len(one.computed) == len(run.computed)
+            alike = alike and (one.masked, len(one.times)) == (run.masked, len(run.times))
             return alike and one.distance(steps, run.times) is not None
 
         return ForecastTable(
