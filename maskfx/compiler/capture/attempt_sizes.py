@@ -21,7 +21,8 @@ def candidates(
     sizes: Sizes, leaves: Sequence[Argument], one: bool = False, fixed: bool = False
 ) -> Iterator[tuple[Sizes, bool]]:
     """Yield sizes to capture at, the most general first, and whether they are symbolic."""
-    texts = [r for r in sizes if r.startswith("text:")]
+    held = {role for leaf in leaves if leaf.held for role in leaf.roles}
+    texts = [r for r in sizes if r.startswith("text:") and r not in held]
     several, two = max(3, sizes["batch"]), max(2, sizes["batch"])
     if one or not has_batch(leaves):
         several = two = 1

@@ -39,7 +39,8 @@ from maskfx.compiler.capture.plain_attention import plain_attention
 from maskfx.compiler.capture.roles import Argument, Sizes
 from maskfx.compiler.capture.routings import presumed, with_experts
 from maskfx.compiler.capture.twin import NoTwin
-from maskfx.compiler.capture.whole import WholeModules
+from maskfx.compiler.capture.value_reads import depends_on_values, held_value, with_held
+from maskfx.compiler.capture.whole import WholeModules, has_unknown_size
 from maskfx.ir import progress
 from maskfx.ir.lanes import set_lane
 from maskfx.ir.objects import new_objects
@@ -69,6 +70,7 @@ def capture(
     one: bool = False,
     compare: bool = True,
     grid: bool = False,
+    held: bool = False,
 ) -> Capture:
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
@@ -87,12 +89,16 @@ def capture(
         one: capture a batch of one sample, whose operators may run on batches of any size.
         compare: compare the graph with the module at the sizes of the inputs.
         grid: tokens are the sites of a picture whose sides are integer arguments.
+        held: the capture holds the values of arguments that sizes depend on.
     """
     _, values, spec = roles_.flatten(inputs)
     leaves = roles_.infer(module, inputs, roles, grid)
+    if held:
+        leaves = with_held(module, leaves, values, spec)
+        attempt = any(leaf.held for leaf in leaves)
     call = ExampleCall(leaves, values, spec, roles_.observed_sizes(leaves, values))
     notes: list[str] = []
-    interrupted = False
+    interrupted = reads = False
     listed = listed_samples(leaves)
     if listed > 1:
         notes.append(f"{listed} samples in a list: a capture is of one sample")
@@ -122,6 +128,7 @@ def capture(
         try:
             result = captured_at(whole, call, example, wanted, symbolic, notes)
             result.compared = compare
+            result.reads = any(map(has_unknown_size, result.nodes))
         except Unexportable as error:
             notes.append(f"not exported: {error}")
             break
@@ -131,6 +138,7 @@ def capture(
             first = (str(error).strip().splitlines() or [""])[0][:200]
             notes.append(f"export with {kind} sizes {wanted}: {type(error).__name__}: {first}")
             interrupted |= isinstance(error, OSError)
+            reads |= depends_on_values(error)
             log.debug("capture attempt failed", exc_info=True)
             continue
         result.single = single
@@ -150,6 +158,7 @@ def capture(
         notes=notes,
         single=single,
         interrupted=interrupted,
+        reads=reads,
     )
 
 
@@ -320,6 +329,9 @@ def finish(
         for i, (leaf, v, node) in enumerate(zip(leaves, call.values, placeholders, strict=True))
         if not leaf.tensor and not isinstance(node.meta["val"], torch.SymInt)
     }
+    for i, (leaf, v) in enumerate(zip(leaves, call.values, strict=True)):
+        if leaf.held:
+            constants[i] = held_value(leaf, v)
     return Capture(
         module=module,
         leaves=list(leaves),

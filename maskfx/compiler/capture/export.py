@@ -26,9 +26,11 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from maskfx.compiler.capture.branches import PlainRun, Unexportable, full_run, going_by, plain_run
 from maskfx.compiler.capture.data_attributes import DataAttributes
 from maskfx.compiler.capture.grid_numbers import axis_of, side_of
+from maskfx.compiler.capture.held_values import holding
 from maskfx.compiler.capture.keyword_names import allow_keyword_names
 from maskfx.compiler.capture.known_numbers import KnownNumbers
 from maskfx.compiler.capture.packings import Packings
+from maskfx.compiler.capture.recurrent_layers import RecurrentLayers
 from maskfx.compiler.capture.roles import EACH_FRAME, Argument, is_fixed
 from maskfx.compiler.capture.routings import Routings
 from maskfx.compiler.capture.selections import Selections
@@ -126,6 +128,8 @@ def export(
             free = symbolic and numbers and type(value) is int and value > 1
             free = free and leaf.roles != ("frames",)
             return Dim.AUTO if free else None
+        if leaf.held:
+            return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if symbolic and r == "batch"}
         return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if symbolic and not is_fixed(r)}
 
     values, spec = pytree.tree_flatten(inputs)
@@ -138,12 +142,14 @@ def export(
         KnownNumbers(),
         DataAttributes(),
         Packings(),
+        RecurrentLayers(),
         Routings() as routings,
         written_out_attention(),
         equal_sizes(module, leaves),
         sides_in_pixels(module, leaves),
         named_parameters(module, list(inputs)),
         size_arithmetic(),
+        holding(module, leaves, values),
     ):
         given = in_sites(leaves, values, spec)
         program = torch.export.export(module, (), given, dynamic_shapes=shapes, strict=False)

@@ -40,12 +40,13 @@ EACH_FRAME = "batch*frames"
 
 @dataclass(frozen=True)
 class Argument:
-    """One flattened argument."""
+    """One flattened argument; of one that is held, its value is part of the capture."""
 
     path: str
     tensor: bool
     roles: Roles = ()
     step: bool = False
+    held: bool = False
 
     @property
     def argument(self) -> str:

@@ -22,6 +22,7 @@ class Attempt:
     fixed: bool = False
     one: bool = False
     grid: bool = False
+    held: bool = False
 
 
 def narrowest(
@@ -40,6 +41,13 @@ def narrowest(
         dense: whether the module runs dense, whatever it is.
         single: whether the arguments are of one sample, and what is compiled.
     """
+    for one in filter(holds_values, every):
+        if one.capture.single == single and serves_form(one, inputs):
+            alone = not single and one.capture.pyramid.batch == 1
+            new = compiled(inputs, Attempt(single=single, one=alone, held=True))
+            if new.program is not None:
+                return new
+            break
     if any(is_frozen_program(one, inputs, single) for one in every):
         new = compiled(inputs, Attempt(single=single, fixed=True))
         if new.program is not None:
@@ -56,6 +64,11 @@ def narrowest(
             new = better(new, compiled(inputs, Attempt(one=True, grid=grid)))
         if asks_for_size(new):
             new = better(new, compiled(inputs, Attempt(single=single, fixed=True, grid=grid)))
+    if new.reasons and new.capture.reads:
+        held = compiled(inputs, Attempt(single=single, held=True))
+        if not single and treats_alone(held):
+            held = better(held, compiled(inputs, Attempt(one=True, held=True)))
+        new = better(new, held)
     return new
 
 
@@ -66,8 +79,19 @@ def tried_in_vain(one: Compilation) -> bool:
 
 def is_frozen_program(found: Compilation, inputs: Mapping[str, object], single: bool) -> bool:
     """Return True for a program of one size that stands for calls with arguments like these."""
-    own, frozen = found.capture, found.program is not None and found.capture.frozen is not None
-    return frozen and own.single == single and own.in_spec == pytree.tree_structure(dict(inputs))
+    frozen = found.capture.frozen is not None and found.capture.single == single
+    return frozen and serves_form(found, inputs)
+
+
+def serves_form(found: Compilation, inputs: Mapping[str, object]) -> bool:
+    """Return True for a program of calls with arguments of the same structure."""
+    same = found.capture.in_spec == pytree.tree_structure(dict(inputs))
+    return same and found.program is not None
+
+
+def holds_values(found: Compilation) -> bool:
+    """Return True for a compilation that serves certain values of arguments only."""
+    return any(leaf.held for leaf in found.capture.leaves)
 
 
 def treats_alone(found: Compilation) -> bool:
