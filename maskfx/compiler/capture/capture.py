@@ -36,6 +36,7 @@ from maskfx.compiler.capture.export import (
 from maskfx.compiler.capture.grid_numbers import axis_of
 from maskfx.compiler.capture.light_run import NotLight, light_twin
 from maskfx.compiler.capture.plain_attention import plain_attention
+from maskfx.compiler.capture.recurrent_layers import RecurrentLayers
 from maskfx.compiler.capture.roles import Argument, Sizes
 from maskfx.compiler.capture.routings import presumed, with_experts
 from maskfx.compiler.capture.twin import NoTwin
@@ -238,7 +239,7 @@ def captured_at(
         exported, answers = exported_with(whole, example, call.leaves, symbolic)
         return finish(exported, call, sizes, symbolic, notes, answers)
 
-    with CAPTURING, quiet(), plain_attention():
+    with CAPTURING, quiet(), plain_attention(), RecurrentLayers():
         try:
             result = with_experts(attempt)
         except BranchesOnSteps:  # perhaps on whether an expert has rows

@@ -30,7 +30,6 @@ from maskfx.compiler.capture.held_values import holding
 from maskfx.compiler.capture.keyword_names import allow_keyword_names
 from maskfx.compiler.capture.known_numbers import KnownNumbers
 from maskfx.compiler.capture.packings import Packings
-from maskfx.compiler.capture.recurrent_layers import RecurrentLayers
 from maskfx.compiler.capture.roles import EACH_FRAME, Argument, is_fixed
 from maskfx.compiler.capture.routings import Routings
 from maskfx.compiler.capture.selections import Selections
@@ -142,7 +141,6 @@ def export(
         KnownNumbers(),
         DataAttributes(),
         Packings(),
-        RecurrentLayers(),
         Routings() as routings,
         written_out_attention(),
         equal_sizes(module, leaves),

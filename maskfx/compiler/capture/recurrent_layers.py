@@ -1,4 +1,7 @@
-"""Recurrent layers under export: one over many tokens is refused, because a graph has each of them.
+"""Recurrent layers during a capture: one over many tokens is refused, as no rule narrows it.
+
+Each token depends on all before it. A light run, and torch's own export, go through them one by one
+in Python, which takes minutes.
 
 This file knows nothing about lanes, passes or the runtime.
 """
