@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 import maskfx
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.value_reads import ValueReads
+from maskfx.export.exporter import export
 from maskfx.runtime.programs.held_programs import MOST
+from maskfx.runtime.programs.shared_programs import shared_programs
 from tests.factories.own_cases import OWN
 from tests.factories.own_held import AHEAD, slots
 from tests.factories.zoo import Size
@@ -89,6 +92,24 @@ def test_the_captures_used_last_are_kept() -> None:
     assert "for these values of held, which sizes depend on" in denoiser.explain()
 
 
+def test_saved_programs_serve_equal_values_only(tmp_path: Path) -> None:
+    calls = [slots(SIZE, 1), slots(SIZE, 1, ahead=0)]
+    for _ in range(2):
+        shared_programs().clear()
+        denoiser = maskfx.compile(OWN["held-slots"].build(), programs=tmp_path)
+        for call in calls:
+            _, kept = denoiser.record(**call)
+            found = denoiser.edit([maskfx.EditStep(call, MASK, kept)])[0]
+            assert near(found, denoiser.module(**call))
+        assert len(list(tmp_path.rglob("*.program"))) == 2  # the second denoiser wrote none
+        assert len(denoiser.compilations) == 2
+
+
+def test_graphs_of_certain_values_are_not_exported(tmp_path: Path) -> None:
+    with pytest.raises(maskfx.InputError, match="depend on the values of held"):
+        export(OWN["held-slots"].build(), tmp_path / "graphs", example_inputs=slots(SIZE, 1))
+
+
 class ReadsSteps(nn.Module):
     """The text up to a number that the step decides."""
 
@@ -131,3 +152,20 @@ def test_notes_what_decides_sizes(function: Any, read: set[int]) -> None:
     with ValueReads({0: a, 1: b}) as reads:
         function(a, b)
     assert reads.read == read
+
+
+def test_one_picture_size_where_symbolic_ones_run_mostly_in_full() -> None:
+    """Texts of any length share a capture; another size of the picture gets one of its own."""
+    case = OWN["packed-earlier"]
+    denoiser = maskfx.compile(case.build())
+    for size in (Size(1, 8, 12, 5), Size(2, 8, 12, 9), Size(1, 12, 8, 5)):
+        inputs = case.inputs(size, 0)
+        _, kept = denoiser.record(**inputs)
+        mask = torch.arange(size.height * size.width).reshape(size.height, size.width) % 7 == 2
+        found = denoiser.edit([maskfx.EditStep(inputs, mask, kept)])[0]
+        assert near(found, denoiser.module(**inputs))
+    assert len(denoiser.compilations) == 2
+    for one in denoiser.compilations:
+        assert one.capture.leaves[0].held_sizes
+        assert one.program is not None
+        assert not one.reasons

@@ -17,6 +17,11 @@ def has_batch(leaves: Sequence[Argument]) -> bool:
     return any("batch" in leaf.roles for leaf in leaves)
 
 
+def is_of_request(role: str) -> bool:
+    """Return True for a dimension whose size has nothing to do with the picture's."""
+    return role == "batch" or role.startswith("text:")
+
+
 def candidates(
     sizes: Sizes, leaves: Sequence[Argument], one: bool = False, fixed: bool = False
 ) -> Iterator[tuple[Sizes, bool]]:
@@ -28,7 +33,7 @@ def candidates(
         several = two = 1
     seen = []
     for text in () if fixed else (True, False):
-        for grid in grids(sizes):
+        for grid in [dict[str, int]()] if leaves[0].held_sizes else grids(sizes):
             wanted = {**sizes, **grid, "batch": several}
             if overflows(wanted, leaves):
                 continue

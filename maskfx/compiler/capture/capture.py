@@ -1,9 +1,8 @@
 """Capture: exports a denoiser as a graph with symbolic sizes.
 
-Example inputs may have any size: capture makes batch, height, width and text length distinct, so
-that no two of them are confused. A module that can't be exported with symbolic sizes is captured
-at the example's sizes; such a capture serves only calls of these sizes, and other sizes get
-separate captures.
+Capture makes batch, height, width and text length distinct, so that no two of them are confused. A
+module that can't be exported with symbolic sizes is captured at the example's sizes; such a capture
+serves only calls of these sizes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -72,6 +71,7 @@ def capture(
     compare: bool = True,
     grid: bool = False,
     held: bool = False,
+    still: bool = False,
 ) -> Capture:
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
@@ -90,21 +90,21 @@ def capture(
         one: capture a batch of one sample, whose operators may run on batches of any size.
         compare: compare the graph with the module at the sizes of the inputs.
         grid: tokens are the sites of a picture whose sides are integer arguments.
-        held: the capture holds the values of arguments that sizes depend on.
+        held, still: constants are values that sizes depend on; the picture's sizes.
     """
     _, values, spec = roles_.flatten(inputs)
-    leaves = roles_.infer(module, inputs, roles, grid)
+    found = roles_.infer(module, inputs, roles, grid)
+    leaves = [replace(leaf, held_sizes=still) for leaf in found]
     if held:
         leaves = with_held(module, leaves, values, spec)
         attempt = any(leaf.held for leaf in leaves)
     call = ExampleCall(leaves, values, spec, roles_.observed_sizes(leaves, values))
-    notes: list[str] = []
-    interrupted = reads = False
+    notes, interrupted, reads = list[str](), False, False
     listed = listed_samples(leaves)
     if listed > 1:
         notes.append(f"{listed} samples in a list: a capture is of one sample")
     if not attempt:
-        notes.append('mode="dense" leaves the module as it is')
+        notes.append("no values to hold" if held else 'mode="dense" leaves the module as it is')
     elif acts_within(module):
         notes.append("hooks act on its parts in the middle of a call: offloading or caching")
         attempt = False

@@ -23,6 +23,7 @@ from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from maskfx.compiler.capture.attempt_sizes import is_of_request
 from maskfx.compiler.capture.branches import PlainRun, Unexportable, full_run, going_by, plain_run
 from maskfx.compiler.capture.data_attributes import DataAttributes
 from maskfx.compiler.capture.grid_numbers import axis_of, side_of
@@ -125,11 +126,12 @@ def export(
     def dims(leaf: Argument, value: object) -> object:
         if not leaf.tensor:
             free = symbolic and numbers and type(value) is int and value > 1
-            free = free and leaf.roles != ("frames",)
+            free = free and leaf.roles != ("frames",) and not leaf.held_sizes
             return Dim.AUTO if free else None
         if leaf.held:
             return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if symbolic and r == "batch"}
-        return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if symbolic and not is_fixed(r)}
+        sizes = [i for i, r in enumerate(leaf.roles) if symbolic and not is_fixed(r)]
+        return {i: Dim.AUTO for i in sizes if not leaf.held_sizes or is_of_request(leaf.roles[i])}
 
     values, spec = pytree.tree_flatten(inputs)
     shapes = nested([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)

@@ -40,13 +40,14 @@ EACH_FRAME = "batch*frames"
 
 @dataclass(frozen=True)
 class Argument:
-    """One flattened argument; of one that is held, its value is part of the capture."""
+    """One flattened argument; what is held, its value or the picture's sizes, is a constant."""
 
     path: str
     tensor: bool
     roles: Roles = ()
     step: bool = False
     held: bool = False
+    held_sizes: bool = False
 
     @property
     def argument(self) -> str:

@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.attempt_sizes import has_batch
 from maskfx.compiler.capture.grid_numbers import grid_numbers
-from maskfx.compiler.compile import Compilation
+from maskfx.compiler.compile import Compilation, flat_graph
+from maskfx.runtime.batch.flops import graph_flops
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Attempt:
     one: bool = False
     grid: bool = False
     held: bool = False
+    still: bool = False
 
 
 def narrowest(
@@ -48,6 +50,10 @@ def narrowest(
             if new.program is not None:
                 return new
             break
+    if any(is_of_one_size(one, inputs, single) for one in every):
+        new = compiled(inputs, Attempt(single=single, still=True))
+        if new.program is not None:
+            return new
     if any(is_frozen_program(one, inputs, single) for one in every):
         new = compiled(inputs, Attempt(single=single, fixed=True))
         if new.program is not None:
@@ -64,6 +70,8 @@ def narrowest(
             new = better(new, compiled(inputs, Attempt(one=True, grid=grid)))
         if asks_for_size(new):
             new = better(new, compiled(inputs, Attempt(single=single, fixed=True, grid=grid)))
+    if runs_mostly_in_full(new):
+        new = better(new, compiled(inputs, Attempt(single=single, still=True)))
     if new.reasons and new.capture.reads:
         held = compiled(inputs, Attempt(single=single, held=True))
         if not single and treats_alone(held):
@@ -81,6 +89,22 @@ def is_frozen_program(found: Compilation, inputs: Mapping[str, object], single: 
     """Return True for a program of one size that stands for calls with arguments like these."""
     frozen = found.capture.frozen is not None and found.capture.single == single
     return frozen and serves_form(found, inputs)
+
+
+def is_of_one_size(found: Compilation, inputs: Mapping[str, object], single: bool) -> bool:
+    """Return True for a program of one picture size, which other sizes run mostly in full."""
+    still = found.capture.leaves[0].held_sizes and found.capture.single == single
+    return still and serves_form(found, inputs)
+
+
+def runs_mostly_in_full(found: Compilation) -> bool:
+    """Return True if a program for pictures of any size computes most of each step in full."""
+    graph, sizes = found.capture.module, found.capture.symbols
+    pictures = [sizes[role] for role in ("y", "x", "tokens") if role in sizes]
+    if graph is None or found.dense is None or all(isinstance(n, int) for n in pictures):
+        return False
+    whole = sum(graph_flops(flat_graph(graph)).values())
+    return 2 * sum(graph_flops(found.dense.module.graph, graph.graph).values()) > whole
 
 
 def serves_form(found: Compilation, inputs: Mapping[str, object]) -> bool:
