@@ -92,7 +92,10 @@ def lowered(compilation: Compilation) -> Compilation:
 
 
 def check_exportable(compilation: Compilation, part: str) -> None:
-    """Raise InputError if a graph takes a number that is no size, or picks rows by data."""
+    """Raise InputError if a graph holds the values of an argument, or picks rows by data.
+
+    So does a graph that takes a number which is no size.
+    """
     capture, picks = compilation.capture, picks_of(compilation)
     if part != "dense" and picks:
         path = module_path(picks[0]) or picks[0].name
@@ -101,6 +104,12 @@ def check_exportable(compilation: Compilation, part: str) -> None:
             'no format has operators for yet; export part="dense", or run the denoiser here'
         )
     for index, (leaf, node) in enumerate(zip(capture.leaves, arguments_of(capture), strict=True)):
+        if leaf.held:
+            raise InputError(
+                f"export: the sizes of the graphs depend on the values of {leaf.path}, so that "
+                "they are right for these alone; run the denoiser here, or export one that takes "
+                "no such argument"
+            )
         free = not leaf.tensor and index not in capture.constants
         if free and not is_integer(node.meta.get("val")):
             raise InputError(

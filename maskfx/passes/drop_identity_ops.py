@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from maskfx.ir.lanes import int_hint
-from maskfx.passes.context import PassContext, argument, op_name
+from maskfx.passes.context import PassContext, argument, node_at, op_name
 
 SAME = frozenset(
     ["alias", "detach", "lift_fresh_copy", "contiguous", "dropout", "feature_dropout", "clone"]
@@ -27,6 +27,7 @@ MAYBE = frozenset(
         "div",
         "add",
         "sub",
+        "copy",
     ]
 )
 
@@ -36,6 +37,8 @@ def drop_identity_ops(graph: fx.Graph, ctx: PassContext) -> int:
 
     Before  y = alias(x); z = relu(y)
     After   z = relu(x)
+    and     y = copy(x, z)
+    becomes z
     Keeps   an identity op feeding the output: dropping it would alias input and output.
     """
     count = 0
@@ -44,16 +47,23 @@ def drop_identity_ops(graph: fx.Graph, ctx: PassContext) -> int:
             continue
         if any(user.op == "output" for user in node.users):
             continue
-        node.replace_all_uses_with(node.args[0])
+        node.replace_all_uses_with(result_of(node))
         graph.erase_node(node)
         count += 1
     return count
+
+
+def result_of(node: fx.Node) -> fx.Node:
+    """Return the input that an identity op returns; a copy into a value returns what is copied."""
+    return node_at(node, 1 if op_name(node) == "copy" else 0)
 
 
 def is_identity(node: fx.Node) -> bool:
     name, source = op_name(node), node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
+    if name == "copy":
+        source = node_at(node, 1)
     if name in SAME:
         return not name.endswith("dropout") or not argument(node, 2, "train", False)
     if name not in MAYBE:

@@ -29,8 +29,8 @@ def mark_lanes(graph: fx.Graph, ctx: PassContext) -> int:
     for node in graph.nodes:
         marker.mark(node)
     # the size of an axis joined, or a level or a sequence cut, further down
-    while marker.unfinished and (left or marker.cut):
-        left = 1 if marker.cut else left - 1
+    while marker.unfinished and (left or marker.learned):
+        left = 1 if marker.learned else left - 1
         ctx.dense.clear()
         ctx.dense.update(refused)
         marker.begin_again()

@@ -125,6 +125,9 @@ def sizes_line(compilation: Compilation) -> str:
         kind += f" but for {', '.join(sorted(baked))}"
     if capture.fixed_batch is not None:
         kind += f", side graphs run at batch {capture.fixed_batch}"
+    held = [leaf.path for leaf in capture.leaves if leaf.held]
+    if held:
+        kind += f", for these values of {', '.join(held)}, which sizes depend on"
     sizes = flops.capture_sizes(capture.pyramid)
     seen = [f"{role} {n}" for role, n in sizes.items() if role not in ("y", "x")]
     if "y" in sizes:

@@ -82,6 +82,35 @@ def test_another_number_needs_another_capture() -> None:
     assert serves(found, module, make(7, seed=3))
 
 
+class TwoTexts(nn.Module):
+    """Two texts as one, cut at a number that a tensor holds."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_2: Tensor,
+        text_mask: Tensor,
+    ) -> Tensor:
+        both = torch.cat([encoder_hidden_states_2, encoder_hidden_states], 1)
+        count = text_mask.sum() + encoder_hidden_states_2.shape[1]
+        return hidden_states + both[:, :count].mean(1, keepdim=True)
+
+
+def test_a_bound_of_a_slice_is_the_length_of_two_texts() -> None:
+    module = TwoTexts().eval()
+
+    def inputs(text: int, other: int, kept: int) -> Inputs:
+        return {**make(text, kept), "encoder_hidden_states_2": numbers(1, other, 8, seed=7)}
+
+    with torch.no_grad():
+        found = capture(module, inputs(7, 4, 7), single=True)
+    assert found.module is not None, found.notes
+    assert found.frozen is None
+    assert serves(found, module, inputs(9, 3, 9))
+    assert not serves(found, module, inputs(9, 3, 8))
+
+
 class Counts(nn.Module):
     """A number that is no length: how many tokens are the first ones."""
 

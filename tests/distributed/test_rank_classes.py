@@ -19,7 +19,6 @@ from tests.factories.zoo import ZOO
 WHY = {
     "NucleusMoEImageTransformer2DModel-grouped": "no program",
     "HiDreamImageTransformer2DModel-packed": "no program",
-    "QwenImage21Transformer2DModel": "no program",
 }
 
 SPLITS: tuple[tuple[int, str, AttentionWay, tuple[bool, ...]], ...] = (

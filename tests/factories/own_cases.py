@@ -6,6 +6,7 @@ from tests.factories import (  # noqa: F401
     own_experts,
     own_frames,
     own_gridded,
+    own_held,
     own_lines,
     own_mixtures,
     own_networks,

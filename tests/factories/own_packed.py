@@ -100,6 +100,32 @@ class RowEnds(Arranged):
         return self.last(y.unflatten(1, (h, w + 1))[:, :, :-1]).permute(0, 3, 1, 2)
 
 
+class Remembers(Arranged):
+    """A picture as tokens, behind those of two earlier ones in wide patches and a text."""
+
+    def __init__(self) -> None:
+        super().__init__(halves)
+        self.wide = nn.Conv3d(4, WIDTH, (2, 4, 4), (2, 4, 4))
+
+    def forward(  # type: ignore[override]
+        self, sample: Tensor, timestep: Tensor, context: Tensor, earlier: Tensor
+    ) -> Tensor:
+        x = self.first(sample.permute(0, 2, 3, 1).flatten(1, 2))
+        height, width = earlier.shape[-2:]
+        filled = F.pad(earlier, (0, -width % 4, 0, -height % 4, 0, 0), mode="replicate")
+        before = self.wide(filled).flatten(2).transpose(1, 2)
+        y = self.joined(self.time(embed(timestep)), before, x, self.text(context))
+        found = y[:, before.shape[1] : before.shape[1] + x.shape[1]]
+        return self.last(found).transpose(1, 2).unflatten(2, sample.shape[2:])
+
+
+def earlier_inputs(size: Size, seed: int) -> dict[str, Any]:
+    """A picture, a text, and two earlier pictures."""
+    draw = Draw(seed + 2)
+    before = draw.normal(size.batch, 4, 2, size.height, size.width)
+    return {**with_text(size, seed), "earlier": before}
+
+
 def token_inputs(size: Size, seed: int, **more: Any) -> dict[str, Any]:
     """A picture as tokens, a timestep and text states."""
     draw = Draw(seed)
@@ -123,3 +149,4 @@ for name, arrange, inputs in (
     quick = name in ("packed-between", "packed-filled")
     own(name, partial(Arranged, arrange), inputs, quick=quick, sizes=SIZES, mask_shape=packed)
 own("row-ends", partial(RowEnds, halves), with_text)
+own("packed-earlier", Remembers, earlier_inputs, sizes=SIZES)

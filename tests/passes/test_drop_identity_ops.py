@@ -37,11 +37,19 @@ def test_drops_identities() -> None:
     check_values(module, picture)
 
 
+def test_drops_copies() -> None:
+    module = Function(lambda x: torch.tanh(aten.copy(x, x.sin())))
+    run = run_pass(drop_identity_ops, module, picture)
+    assert (run.rewrites, run.after["copy"], run.after["sin"]) == (1, 0, 1)
+    check_values(module, picture)
+
+
 @pytest.mark.parametrize(
     "function",
     [
         lambda x: aten.alias(torch.tanh(x)),  # feeds the output
         lambda x: torch.tanh(x * 2 + 1),
+        lambda x: torch.tanh(aten.copy(x, aten.slice(x, 1, 0, 1).sin())),
         lambda x: torch.tanh(aten.slice(x, 1, 0, 2)),
         lambda x: torch.tanh(aten.slice(x, 1, 0, 1).expand(-1, 4, -1, -1)),
         lambda x: torch.tanh(x.view(x.shape[0], 4, -1)),

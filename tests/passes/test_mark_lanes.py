@@ -67,6 +67,29 @@ def test_marks_lanes() -> None:
     check_values(module, timed)
 
 
+def test_a_table_lies_along_the_tokens_that_a_choice_by_it_meets() -> None:
+    class Chosen(nn.Module):
+        """A mask over tokens picks one of two scales of each sample."""
+
+        odd: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("odd", torch.arange(25) % 2 == 1)
+
+        def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+            both = torch.cat([encoder_hidden_states, hidden_states], 1)
+            means = hidden_states.mean(1, keepdim=True)
+            scale = torch.where(self.odd[None, :, None], means, means.exp())
+            return (both * (1 + scale))[:, encoder_hidden_states.shape[1] :]
+
+    run = run_pass(mark_lanes, Chosen(), joint)
+    assert lanes(run.graph, "where") == ["[batch, 5+image, 8]"] or lanes(run.graph, "where") == [
+        "[batch, text:0+image, 8]"
+    ]
+    assert run.ctx.dense == {}
+
+
 def test_marks_joint_tokens() -> None:
     class Joins(nn.Module):
         def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Tensor:

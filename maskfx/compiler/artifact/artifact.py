@@ -50,7 +50,7 @@ from maskfx.passes.pipeline import PassRecord
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 6  # raise it with every change of a document
+SCHEMA = 7  # raise it with every change of a document
 READING = threading.Lock()  # several threads may ask for the graph of one capture
 NAME, CAPTURED, HASH = "maskfx.program", "maskfx.capture", "xxh3_128"
 PAIRS = ":complex128"  # ends the name of a constant that is stored as pairs of numbers
@@ -189,7 +189,7 @@ def capture_document(capture: Capture, tensors: Tensors) -> CaptureDocument:
         "in_spec": spec_document(capture.in_spec),
         "out_spec": spec_document(capture.out_spec),
         "pyramid": encoded(capture.pyramid),
-        "constants": encoded(capture.constants),
+        "constants": encoded(capture.constants, tensors.place),
         "fixed": fixed,
         "frozen": capture.frozen,
         "fixed_batch": capture.fixed_batch,
@@ -334,7 +334,7 @@ def read_capture(document: CaptureDocument, captured: str, tensors: Tensors) -> 
         in_spec=read_spec(document["in_spec"]),
         out_spec=read_spec(document["out_spec"]),
         pyramid=decoded(document["pyramid"]),
-        constants=decoded(document["constants"]),
+        constants=decoded(document["constants"], tensors.at),
         symbols=dict(document["fixed"]),
         guards=None if has_graph else [],
         frozen=document["frozen"],

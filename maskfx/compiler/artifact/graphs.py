@@ -77,6 +77,18 @@ class Tensors:
             known = self._named[id(value)] = {"constant": name}
         return known
 
+    def place(self, value: object) -> Json:
+        """Return where a tensor among plain values is found again."""
+        if not isinstance(value, Tensor):
+            raise Unsavable(f"a {type(value).__name__} can't be saved: {value!r:.80}")
+        return {"tensor": [str(part) for pair in self.name_of(value).items() for part in pair]}
+
+    def at(self, kind: str, place: Any) -> Tensor:
+        """Return the tensor that `place` wrote the place of."""
+        if kind != "tensor":
+            raise Unsavable(f"an artifact holds a {kind!r}, which this version doesn't know")
+        return self.of({place[0]: place[1]})  # type: ignore[misc]
+
     def of(self, place: AttributeDocument) -> Tensor:
         """Return the tensor at a place."""
         ((kind, name),) = place.items()

@@ -17,17 +17,23 @@ def has_batch(leaves: Sequence[Argument]) -> bool:
     return any("batch" in leaf.roles for leaf in leaves)
 
 
+def is_of_request(role: str) -> bool:
+    """Return True for a dimension whose size has nothing to do with the picture's."""
+    return role == "batch" or role.startswith("text:")
+
+
 def candidates(
     sizes: Sizes, leaves: Sequence[Argument], one: bool = False, fixed: bool = False
 ) -> Iterator[tuple[Sizes, bool]]:
     """Yield sizes to capture at, the most general first, and whether they are symbolic."""
-    texts = [r for r in sizes if r.startswith("text:")]
+    held = {role for leaf in leaves if leaf.held for role in leaf.roles}
+    texts = [r for r in sizes if r.startswith("text:") and r not in held]
     several, two = max(3, sizes["batch"]), max(2, sizes["batch"])
     if one or not has_batch(leaves):
         several = two = 1
     seen = []
     for text in () if fixed else (True, False):
-        for grid in grids(sizes):
+        for grid in [dict[str, int]()] if leaves[0].held_sizes else grids(sizes):
             wanted = {**sizes, **grid, "batch": several}
             if overflows(wanted, leaves):
                 continue

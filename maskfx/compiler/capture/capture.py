@@ -1,9 +1,8 @@
 """Capture: exports a denoiser as a graph with symbolic sizes.
 
-Example inputs may have any size: capture makes batch, height, width and text length distinct, so
-that no two of them are confused. A module that can't be exported with symbolic sizes is captured
-at the example's sizes; such a capture serves only calls of these sizes, and other sizes get
-separate captures.
+Capture makes batch, height, width and text length distinct, so that no two of them are confused. A
+module that can't be exported with symbolic sizes is captured at the example's sizes; such a capture
+serves only calls of these sizes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -36,10 +35,12 @@ from maskfx.compiler.capture.export import (
 from maskfx.compiler.capture.grid_numbers import axis_of
 from maskfx.compiler.capture.light_run import NotLight, light_twin
 from maskfx.compiler.capture.plain_attention import plain_attention
+from maskfx.compiler.capture.recurrent_layers import RecurrentLayers
 from maskfx.compiler.capture.roles import Argument, Sizes
 from maskfx.compiler.capture.routings import presumed, with_experts
 from maskfx.compiler.capture.twin import NoTwin
-from maskfx.compiler.capture.whole import WholeModules
+from maskfx.compiler.capture.value_reads import depends_on_values, held_value, with_held
+from maskfx.compiler.capture.whole import WholeModules, has_unknown_size
 from maskfx.ir import progress
 from maskfx.ir.lanes import set_lane
 from maskfx.ir.objects import new_objects
@@ -69,6 +70,8 @@ def capture(
     one: bool = False,
     compare: bool = True,
     grid: bool = False,
+    held: bool = False,
+    still: bool = False,
 ) -> Capture:
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
@@ -87,17 +90,21 @@ def capture(
         one: capture a batch of one sample, whose operators may run on batches of any size.
         compare: compare the graph with the module at the sizes of the inputs.
         grid: tokens are the sites of a picture whose sides are integer arguments.
+        held, still: constants are values that sizes depend on; the picture's sizes.
     """
     _, values, spec = roles_.flatten(inputs)
-    leaves = roles_.infer(module, inputs, roles, grid)
+    found = roles_.infer(module, inputs, roles, grid)
+    leaves = [replace(leaf, held_sizes=still) for leaf in found]
+    if held:
+        leaves = with_held(module, leaves, values, spec)
+        attempt = any(leaf.held for leaf in leaves)
     call = ExampleCall(leaves, values, spec, roles_.observed_sizes(leaves, values))
-    notes: list[str] = []
-    interrupted = False
+    notes, interrupted, reads = list[str](), False, False
     listed = listed_samples(leaves)
     if listed > 1:
         notes.append(f"{listed} samples in a list: a capture is of one sample")
     if not attempt:
-        notes.append('mode="dense" leaves the module as it is')
+        notes.append("no values to hold" if held else 'mode="dense" leaves the module as it is')
     elif acts_within(module):
         notes.append("hooks act on its parts in the middle of a call: offloading or caching")
         attempt = False
@@ -122,6 +129,7 @@ def capture(
         try:
             result = captured_at(whole, call, example, wanted, symbolic, notes)
             result.compared = compare
+            result.reads = any(map(has_unknown_size, result.nodes))
         except Unexportable as error:
             notes.append(f"not exported: {error}")
             break
@@ -131,6 +139,7 @@ def capture(
             first = (str(error).strip().splitlines() or [""])[0][:200]
             notes.append(f"export with {kind} sizes {wanted}: {type(error).__name__}: {first}")
             interrupted |= isinstance(error, OSError)
+            reads |= depends_on_values(error)
             log.debug("capture attempt failed", exc_info=True)
             continue
         result.single = single
@@ -150,6 +159,7 @@ def capture(
         notes=notes,
         single=single,
         interrupted=interrupted,
+        reads=reads,
     )
 
 
@@ -229,7 +239,7 @@ def captured_at(
         exported, answers = exported_with(whole, example, call.leaves, symbolic)
         return finish(exported, call, sizes, symbolic, notes, answers)
 
-    with CAPTURING, quiet(), plain_attention():
+    with CAPTURING, quiet(), plain_attention(), RecurrentLayers():
         try:
             result = with_experts(attempt)
         except BranchesOnSteps:  # perhaps on whether an expert has rows
@@ -320,6 +330,9 @@ def finish(
         for i, (leaf, v, node) in enumerate(zip(leaves, call.values, placeholders, strict=True))
         if not leaf.tensor and not isinstance(node.meta["val"], torch.SymInt)
     }
+    for i, (leaf, v) in enumerate(zip(leaves, call.values, strict=True)):
+        if leaf.held:
+            constants[i] = held_value(leaf, v)
     return Capture(
         module=module,
         leaves=list(leaves),

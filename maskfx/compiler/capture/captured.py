@@ -14,8 +14,9 @@ from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
-from maskfx.compiler.capture.branches import Decisions
+from maskfx.compiler.capture.branches import Decisions, version_of
 from maskfx.compiler.capture.roles import Argument, Sizes
+from maskfx.compiler.capture.value_reads import is_held
 from maskfx.ir.cuts import NUMBER
 from maskfx.ir.objects import copied_tree
 from maskfx.ir.other_sizes import SizeExpr
@@ -39,7 +40,8 @@ class Capture:
     Args:
         module: the graph, or None if the denoiser could not be captured.
         leaves: the flattened arguments with their roles.
-        constants: by index, the arguments whose values are fixed in the graph.
+        constants: by index, the arguments whose values are fixed in the graph; of a tensor that is
+            held, the value of one sample.
         symbols: by role, the symbolic or fixed size.
         guards: conditions of the export on the symbolic sizes; None if they are unknown, as for a
             capture read from a file, which accepts the sizes at capture only, or those at which it
@@ -54,6 +56,7 @@ class Capture:
         compared: whether new sizes are compared with the module; else guards decide.
         interrupted: whether the operating system ended an attempt without a graph, as where too
             many files are open; another process may succeed.
+        reads: whether sizes depend on what a tensor holds, or attempts failed because they do.
         autocast: the types that `torch.autocast` computed in around the capture; calls for which
             these differ get captures of their own.
     """
@@ -74,14 +77,21 @@ class Capture:
     single: bool = False
     compared: bool = True
     interrupted: bool = False
+    reads: bool = False
     autocast: list[str] = field(default_factory=autocast_dtypes)
     verdicts: dict[tuple[object, ...], bool] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
+    _compared_held: dict[int, tuple[object, int, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.module is not None:
             flat = pytree.tree_leaves(self.module.graph.output_node().args[0])
             self.results = {i: v for i, v in enumerate(flat) if not isinstance(v, fx.Node)}
+
+    @property
+    def nodes(self) -> Iterable[fx.Node]:
+        """Return the nodes of the graph; none without a graph."""
+        return () if self.module is None else self.module.graph.nodes
 
     def structured(self, flat: Sequence[object]) -> object:
         """Return results in the module's structure, given all of them or the tensors alone."""
@@ -167,8 +177,7 @@ class Capture:
 
         A denoiser may compute in 16 bits and return float32.
         """
-        nodes: Iterable[fx.Node] = () if self.module is None else self.module.graph.nodes
-        values = [node.meta.get("val") for node in nodes if node.op == "call_function"]
+        values = [node.meta.get("val") for node in self.nodes if node.op == "call_function"]
         kinds = {value.dtype for value in values if isinstance(value, torch.Tensor)}
         return 0.0 if kinds.isdisjoint((torch.bfloat16, torch.float16)) else ROUNDED
 
@@ -209,7 +218,23 @@ class Capture:
         return self.verdicts[key]
 
     def _other_constants(self, values: Sequence[object]) -> bool:
-        return any(not same_constant(values[i], c) for i, c in self.constants.items())
+        """Return True if an argument has another value than the one that the graph was made for."""
+        return any(
+            not self._held_alike(i, values[i])
+            if self.leaves[i].held
+            else not same_constant(values[i], c)
+            for i, c in self.constants.items()
+        )
+
+    def _held_alike(self, index: int, value: Any) -> bool:
+        """Return True if an argument has the value that is held; the last comparison is kept."""
+        key = version_of(value)
+        known = self._compared_held.get(index)
+        if known is not None and known[0] is value and known[1] == key >= 0:
+            return known[2]
+        found = is_held(self.leaves[index], self.constants[index], value)
+        self._compared_held[index] = value, key, found
+        return found
 
     def _other_features(self, values: Sequence[object]) -> bool:
         """Return True if a size without a role, such as channels or frames, has changed."""

@@ -23,9 +23,11 @@ from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from maskfx.compiler.capture.attempt_sizes import is_of_request
 from maskfx.compiler.capture.branches import PlainRun, Unexportable, full_run, going_by, plain_run
 from maskfx.compiler.capture.data_attributes import DataAttributes
 from maskfx.compiler.capture.grid_numbers import axis_of, side_of
+from maskfx.compiler.capture.held_values import holding
 from maskfx.compiler.capture.keyword_names import allow_keyword_names
 from maskfx.compiler.capture.known_numbers import KnownNumbers
 from maskfx.compiler.capture.packings import Packings
@@ -124,9 +126,12 @@ def export(
     def dims(leaf: Argument, value: object) -> object:
         if not leaf.tensor:
             free = symbolic and numbers and type(value) is int and value > 1
-            free = free and leaf.roles != ("frames",)
+            free = free and leaf.roles != ("frames",) and not leaf.held_sizes
             return Dim.AUTO if free else None
-        return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if symbolic and not is_fixed(r)}
+        if leaf.held:
+            return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if symbolic and r == "batch"}
+        sizes = [i for i, r in enumerate(leaf.roles) if symbolic and not is_fixed(r)]
+        return {i: Dim.AUTO for i in sizes if not leaf.held_sizes or is_of_request(leaf.roles[i])}
 
     values, spec = pytree.tree_flatten(inputs)
     shapes = nested([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)
@@ -144,6 +149,7 @@ def export(
         sides_in_pixels(module, leaves),
         named_parameters(module, list(inputs)),
         size_arithmetic(),
+        holding(module, leaves, values),
     ):
         given = in_sites(leaves, values, spec)
         program = torch.export.export(module, (), given, dynamic_shapes=shapes, strict=False)

@@ -1,9 +1,9 @@
 """Lengths: numbers that Python reads from a tensor, such as how many tokens a text's mask keeps.
 
 torch.export makes a symbol of such a number, about which nothing is known, so that slices up to it
-have no size. A number that equals the length of a text is that length in the graph. The condition
-that it does is kept with the branch conditions of the capture (`branches.py`): a call whose tensors
-give another number needs another capture.
+have no size. A number that equals the length of a text, or of several texts together, is that
+length in the graph. The condition that it does is kept with the branch conditions of the capture
+(`branches.py`): a call whose tensors give another number needs another capture.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
 from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 
@@ -59,13 +61,43 @@ def reading(reply: Callable[[Tensor, Read], object]) -> Iterator[None]:
     for kind, name, _, read in before:
         setattr(kind, name, replaced(read))
     try:
-        yield
+        with SliceBounds():
+            yield
     finally:
         for kind, name, own, _ in before:
             if own is None:
                 delattr(kind, name)
             else:
                 setattr(kind, name, own)
+
+
+class SliceBounds(TorchFunctionMode):
+    """Reads the numbers in tensors that are bounds of a slice, as Python would."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            source, index, *new = args
+            parts = tuple(map(bounded, index)) if isinstance(index, tuple) else bounded(index)
+            args = (source, parts, *new)
+        return func(*args, **(kwargs or {}))
+
+
+def bounded(index: object) -> object:
+    """Return a slice with numbers in place of tensors that hold one, and other indices as is."""
+    if not isinstance(index, slice):
+        return index
+    bounds = (index.start, index.stop, index.step)
+    return slice(*(b.item() if is_single_count(b) else b for b in bounds))
+
+
+def is_single_count(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and is_count(value)
 
 
 def is_count(value: Tensor) -> bool:
@@ -100,12 +132,16 @@ def as_lengths(
 ) -> list[IntLikeType]:
     """Return the lengths that these numbers are; empty if one of them is no length.
 
+    A number may be the length of up to three texts together.
+
     Args:
         counts: numbers that a plain run read.
         hints: the lengths of the texts in that run.
         lengths: the same lengths under export.
     """
     known = dict(zip(hints, lengths, strict=True))
+    for several in chain(*(combinations(range(len(hints)), many) for many in (2, 3))):
+        known.setdefault(sum(hints[i] for i in several), sum(lengths[i] for i in several))
     return [known[n] for n in counts] if all(n in known for n in counts) else []
 
 

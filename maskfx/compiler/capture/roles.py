@@ -40,12 +40,14 @@ EACH_FRAME = "batch*frames"
 
 @dataclass(frozen=True)
 class Argument:
-    """One flattened argument."""
+    """One flattened argument; what is held, its value or the picture's sizes, is a constant."""
 
     path: str
     tensor: bool
     roles: Roles = ()
     step: bool = False
+    held: bool = False
+    held_sizes: bool = False
 
     @property
     def argument(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.types import IntLikeType
 
-from maskfx.compiler.capture.lengths import is_count
+from maskfx.compiler.capture.lengths import is_single_count
 from maskfx.compiler.capture.routings import SELECTED
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -41,10 +41,6 @@ class SymbolicInt(int, metaclass=_IntType):
             if isinstance(number, torch.SymInt):
                 return number
         return builtins.int(*args, **named)
-
-
-def is_single_count(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and is_count(value)
 
 
 class _SetType(type):

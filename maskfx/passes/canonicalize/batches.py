@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -36,6 +38,8 @@ def canonicalize_batches(graph: fx.Graph, ctx: PassContext) -> int:
     After   y = where(arange(size(x, 0)) < size(a, 0), f(x), g(x))
     and     a, b = chunk(f(cat([x, y])), 2)                          (of x and y as many samples)
     becomes a = f(x); b = f(y)
+    and     y = f(cat([x, zeros(1)])); a = y[:-1]; b = y[-1:]
+    becomes a = f(x); b = f(zeros(1))
     The frames of samples, beside each other along the first axis, are chosen in the same way.
     Keeps   parts that leave out or repeat samples, and what mixes samples.
     """
@@ -201,11 +205,12 @@ def taken_apart(graph: fx.Graph, batch: SizeExpr) -> int:
         spell = Speller(graph, next(iter(pieces)))
         finder = EachBatch(spell, batch, expression(node_value(source).shape[0]))
         apart = [finder.of(value) for value in in_order(source)][-1]
-        places = [number_of(start, stop, batch) for _, start, stop in pieces.values()]
-        if apart is None or any(n is None or n >= len(apart[0]) for n in places) or apart[1]:
+        ends = [] if apart is None or apart[1] else ends_of(apart[0])
+        numbers = [number_of(start, stop, ends) for _, start, stop in pieces.values()]
+        if apart is None or None in numbers:
             spell.drop()
             continue
-        for node, number in zip(list(pieces), places, strict=True):
+        for node, number in zip(list(pieces), numbers, strict=True):
             assert number is not None
             node.replace_all_uses_with(apart[0][number])
         count += 1
@@ -218,21 +223,27 @@ def in_order(node: fx.Node) -> list[fx.Node]:
     return [one for one in node.graph.nodes if one in needed]
 
 
-def number_of(start: SizeExpr, stop: SizeExpr, batch: SizeExpr) -> int | None:
-    """Return which of several batches a part of their join is."""
-    if isinstance(batch, int) or not equal(stop - start, batch):
-        return None
-    found = start / batch
-    return int(found) if found == 0 or found.is_Integer else None
+def ends_of(parts: Sequence[fx.Node]) -> list[SizeExpr]:
+    """Return where each of several joined values ends along the first axis."""
+    return list(accumulate(expression(node_value(part).shape[0]) for part in parts))
+
+
+def number_of(start: SizeExpr, stop: SizeExpr, ends: Sequence[SizeExpr]) -> int | None:
+    """Return which of several joined values a part of their join is."""
+    places = pairwise((0, *ends))
+    found = (i for i, (a, b) in enumerate(places) if equal(start, a) and equal(stop, b))
+    return next(found, None)
 
 
 @dataclass
 class EachBatch:
     """Computes for each of several joined batches what a graph computes for all of them.
 
+    Beside batches, a fixed number of values may be joined, such as one for all samples.
+
     Args:
         spell: writes operators before the first part that is taken out.
-        batch: the number of samples of each.
+        batch: the number of samples.
         total: the number of samples of all.
     """
 
@@ -252,7 +263,10 @@ class EachBatch:
             return None
         parts: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
         whole = equal(expression(node_value(node).shape[0]), self.total)
-        return (parts, 0) if whole and all(is_batch(p, self.batch) for p in parts) else None
+        batches = [is_batch(part, self.batch) for part in parts]
+        fixed = [type(node_value(part).shape[0]) is int for part in parts]
+        apart = any(batches) and all(a or b for a, b in zip(batches, fixed, strict=True))
+        return (parts, 0) if whole and apart else None
 
     def _computed(self, node: fx.Node) -> tuple[list[fx.Node], int] | None:
         if node.op != "call_function":
@@ -270,9 +284,10 @@ class EachBatch:
         def own(number: int, value: fx.Node) -> Any:
             size = value.meta.get("val")
             if isinstance(size, torch.SymInt) and equal(expression(size), self.total):
-                return self.spell.number(self.batch)
+                return self.spell.size(one[number], along)
             return parts[value][0][number] if value in parts else value
 
+        one, along = next(iter(parts.values()))
         results = []
         for number in range(many):
             args = fx.map_arg(node.args, partial(own, number))

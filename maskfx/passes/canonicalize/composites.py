@@ -23,6 +23,7 @@ def canonicalize_composites(graph: fx.Graph, ctx: PassContext) -> int:
     and     s = gather(x, 1, argsort(x, 1))
     and     v, i = max(x, 1) becomes v = amax(x, 1); i = argmax(x, 1)
     and     v, i = median(x, 1) becomes i = slice(argsort(x, 1), 1, k, k + 1)
+    and     new_zeros(x, [2, 8]) becomes full([2, 8], 0), whatever x is
     Keeps   sizes that aren't numbers, where these are cut.
     """
     count = 0
@@ -272,6 +273,16 @@ def argsort(spell: Speller, node: fx.Node) -> fx.Node | None:
     return spell.emit(aten.argsort.default, node.args[0], *named)
 
 
+def filled(spell: Speller, node: fx.Node) -> fx.Node | None:
+    """Make a tensor of one number without the value whose dtype it has."""
+    own, value = node_value(node), {"new_ones": 1, "new_zeros": 0}.get(op_name(node))
+    if not isinstance(node.args[0], fx.Node) or node.args[0].op == "placeholder":
+        return None
+    number = argument(node, 2, "fill_value") if value is None else value
+    given = {"dtype": own.dtype, "device": own.device, "pin_memory": False}
+    return spell.emit(aten.full.default, argument(node, 1, "size"), number, **given)
+
+
 REWRITES: dict[str, Rewrite] = {
     "addmm": addmm,
     "argsort": argsort,
@@ -287,6 +298,9 @@ REWRITES: dict[str, Rewrite] = {
     "min": extreme,
     "mm": mm,
     "mv": by_vector,
+    "new_full": filled,
+    "new_ones": filled,
+    "new_zeros": filled,
     "one_hot": one_hot,
     "prelu": prelu,
     "quantile": quantile,

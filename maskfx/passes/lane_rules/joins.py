@@ -300,7 +300,7 @@ def cut(m: Marker, lane: Lane, axis: int, begin: IntLikeType, end: IntLikeType) 
                 if fixed_count(segment) is None:
                     for place, hint in ((begin, start), (end, stop)):
                         within = at < hint < at + size
-                        m.cut |= within and note_cut(m.ctx, m.numbers, segments, number, place)
+                        m.learned |= within and note_cut(m.ctx, m.numbers, segments, number, place)
                     raise NotLaned(f"it cuts through {segment} of {lane}")
                 inside.append(fixed_segment(kept))
             at += size

@@ -36,6 +36,7 @@ from maskfx.passes.lane_rules.edges import joins_edge
 from maskfx.passes.lane_rules.frames import frames_first, is_each_frame
 from maskfx.passes.lane_rules.moved import level_to_meet, results_elsewhere, whole_level
 from maskfx.passes.lane_rules.read_sizes import dim_of_size
+from maskfx.passes.lane_rules.tables import Place, tables_at
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
 from maskfx.passes.operators import POINTWISE
 
@@ -58,7 +59,9 @@ class Marker:
         differ: whether sizes that are equal at capture differ for other pictures, and are padded or
             cut to each other; then the next round keeps their levels apart.
         numbers: by role, the integers among the arguments.
-        cut: whether a place was found at which tokens are cut, which the next round cuts there.
+        learned: whether this round found what the next one begins with: a place at which tokens
+            are cut, or what an axis of a table lies along.
+        adopted: what axes of tables lie along, found where a result of theirs meets tokens.
     """
 
     ctx: PassContext
@@ -69,7 +72,8 @@ class Marker:
     read: set[fx.Node] = field(default_factory=set)
     differ: bool = False
     numbers: dict[str, torch.SymInt] = field(default_factory=dict)
-    cut: bool = False
+    learned: bool = False
+    adopted: dict[Place, Dim] = field(default_factory=dict)
 
     def mark(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -84,7 +88,7 @@ class Marker:
         if node.op == "get_attr":
             tensor = node_value(node)
             if isinstance(tensor, torch.Tensor):
-                set_lane(node, constant_lane(list(tensor.shape)))
+                set_lane(node, self.as_table(node, constant_lane(list(tensor.shape))))
             return
         if is_symbol_arithmetic(node):
             return
@@ -95,7 +99,7 @@ class Marker:
         if not self.read.isdisjoint(node.all_input_nodes):
             self.read.add(node)
         try:
-            lane = self.own(node, self.infer(node))
+            lane = self.as_table(node, self.own(node, self.infer(node)))
             if lane is None:
                 raise NotLaned("it has no axis that requests could lie along")
             if node in self.read and isinstance(lane, Lane) and self.may_hide_batch(lane):
@@ -120,7 +124,7 @@ class Marker:
     def unfinished(self) -> bool:
         """Whether another round would know more than this one did."""
         found = self.differ and not self.ctx.pyramid.apart
-        return found or self.cut or bool(self.missed & self.known_joints())
+        return found or self.learned or bool(self.missed & self.known_joints())
 
     def may_hide_batch(self, lane: Lane) -> bool:
         """Return True if a fixed batch of several samples may be the first axis of this value."""
@@ -146,6 +150,12 @@ class Marker:
             return lane
         first = bool(lane.dims) and not lane.dims[0]
         return Lane(((Batch(),), *lane.dims[1:])) if first else None
+
+    def as_table(self, node: fx.Node, lane: Lanes) -> Lanes:
+        """Return the lane of a table along what its axes were found to lie along."""
+        if not isinstance(lane, Lane):
+            return lane
+        return Lane(tuple(self.adopted.get((node, i), dim) for i, dim in enumerate(lane.dims)))
 
     def refuse(self, node: fx.Node, reason: str) -> None:
         self.ctx.dense.setdefault(node.name, reason)
@@ -180,7 +190,7 @@ class Marker:
         self.joints.clear()
         self.read.clear()
         self.ctx.pyramid.apart = self.differ
-        self.cut = False
+        self.learned = False
 
     def infer(self, node: fx.Node) -> Lane | tuple[Lane | None, ...]:
         name = op_name(node)
@@ -320,6 +330,10 @@ class Marker:
                     dims[axis + offset] = frames_first(mine, seen)
                 elif not same_dim(mine, seen):
                     fixed = stage_of(node) == STEP and not is_repeated(node, axis)
+                    if fixed:
+                        met = tables_at(tensors, axis - len(shape), (seen, mine), self.same_size)
+                        self.learned |= not met.keys() <= self.adopted.keys()
+                        self.adopted = {**met, **self.adopted}
                     if fixed or not self.same_size(size, seen):
                         raise NotLaned(
                             f"{node} doesn't line up: {lane} in a broadcast to {Lane(tuple(dims))}"

@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.attempt_sizes import has_batch
 from maskfx.compiler.capture.grid_numbers import grid_numbers
-from maskfx.compiler.compile import Compilation
+from maskfx.compiler.compile import Compilation, flat_graph
+from maskfx.runtime.batch.flops import graph_flops
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Attempt:
     fixed: bool = False
     one: bool = False
     grid: bool = False
+    held: bool = False
+    still: bool = False
 
 
 def narrowest(
@@ -40,6 +43,17 @@ def narrowest(
         dense: whether the module runs dense, whatever it is.
         single: whether the arguments are of one sample, and what is compiled.
     """
+    for one in filter(holds_values, every):
+        if one.capture.single == single and serves_form(one, inputs):
+            alone = not single and one.capture.pyramid.batch == 1
+            new = compiled(inputs, Attempt(single=single, one=alone, held=True))
+            if new.program is not None:
+                return new
+            break
+    if any(is_of_one_size(one, inputs, single) for one in every):
+        new = compiled(inputs, Attempt(single=single, still=True))
+        if new.program is not None:
+            return new
     if any(is_frozen_program(one, inputs, single) for one in every):
         new = compiled(inputs, Attempt(single=single, fixed=True))
         if new.program is not None:
@@ -56,6 +70,13 @@ def narrowest(
             new = better(new, compiled(inputs, Attempt(one=True, grid=grid)))
         if asks_for_size(new):
             new = better(new, compiled(inputs, Attempt(single=single, fixed=True, grid=grid)))
+    if runs_mostly_in_full(new):
+        new = better(new, compiled(inputs, Attempt(single=single, still=True)))
+    if new.reasons and new.capture.reads:
+        held = compiled(inputs, Attempt(single=single, held=True))
+        if not single and treats_alone(held):
+            held = better(held, compiled(inputs, Attempt(one=True, held=True)))
+        new = better(new, held)
     return new
 
 
@@ -66,8 +87,35 @@ def tried_in_vain(one: Compilation) -> bool:
 
 def is_frozen_program(found: Compilation, inputs: Mapping[str, object], single: bool) -> bool:
     """Return True for a program of one size that stands for calls with arguments like these."""
-    own, frozen = found.capture, found.program is not None and found.capture.frozen is not None
-    return frozen and own.single == single and own.in_spec == pytree.tree_structure(dict(inputs))
+    frozen = found.capture.frozen is not None and found.capture.single == single
+    return frozen and serves_form(found, inputs)
+
+
+def is_of_one_size(found: Compilation, inputs: Mapping[str, object], single: bool) -> bool:
+    """Return True for a program of one picture size, which other sizes run mostly in full."""
+    still = found.capture.leaves[0].held_sizes and found.capture.single == single
+    return still and serves_form(found, inputs)
+
+
+def runs_mostly_in_full(found: Compilation) -> bool:
+    """Return True if a program for pictures of any size computes most of each step in full."""
+    graph, sizes = found.capture.module, found.capture.symbols
+    pictures = [sizes[role] for role in ("y", "x", "tokens") if role in sizes]
+    if graph is None or found.dense is None or all(isinstance(n, int) for n in pictures):
+        return False
+    whole = sum(graph_flops(flat_graph(graph)).values())
+    return 2 * sum(graph_flops(found.dense.module.graph, graph.graph).values()) > whole
+
+
+def serves_form(found: Compilation, inputs: Mapping[str, object]) -> bool:
+    """Return True for a program of calls with arguments of the same structure."""
+    same = found.capture.in_spec == pytree.tree_structure(dict(inputs))
+    return same and found.program is not None
+
+
+def holds_values(found: Compilation) -> bool:
+    """Return True for a compilation that serves certain values of arguments only."""
+    return any(leaf.held for leaf in found.capture.leaves)
 
 
 def treats_alone(found: Compilation) -> bool:

@@ -31,6 +31,7 @@ from maskfx.runtime.execution.dense_fallback import graph_in_full
 from maskfx.runtime.execution.executor import BatchExecutor
 from maskfx.runtime.programs.attempts import Attempt, narrowest, tried_in_vain
 from maskfx.runtime.programs.buffer_states import BufferStates
+from maskfx.runtime.programs.held_programs import HeldPrograms
 from maskfx.runtime.programs.program_files import ProgramFiles, compiled_as
 from maskfx.runtime.programs.proof import (
     Size,
@@ -78,6 +79,7 @@ class ProgramCache:
         self._unsure: list[Compilation] = []  # taken from equal modules, as doubtful as sizes
         self._files: ProgramFiles | None = None
         self._noted: tuple[int, ...] = ()
+        self._held = HeldPrograms()
         self._copies: tuple[Path, ProgramFiles, tuple[int, ...]] | None = None
 
     def serving(
@@ -94,6 +96,8 @@ class ProgramCache:
         if self.settings.programs is not None and self._files is None:
             self._files = self._read(Path(self.settings.programs))
         found = self._serving(inputs, values, spec, single)
+        if (old := self._held.use(found)) is not None:
+            self._drop(old)
         if self._files is not None and self.facts() != self._noted:
             self._noted = self.facts()
             sure = {k: v for k, v in self._verdicts.items() if k not in self._doubtful}
@@ -139,6 +143,16 @@ class ProgramCache:
         program = compilation.program
         if program is not None:
             compilation.program = self.programs.setdefault(program.code, program)
+
+    def _drop(self, old: Compilation) -> None:
+        """Drop a compilation; a call that it served compiles it again."""
+        gone = {id(one) for one in self.every if one.capture is old.capture}
+        self.every = [one for one in self.every if id(one) not in gone]
+        codes = {one.program.code for one in self.every if one.program is not None}
+        self.programs = {code: one for code, one in self.programs.items() if code in codes}
+        self._without = {key: one for key, one in self._without.items() if key[0] not in gone}
+        self._disordered.keep_only({key for key in self._disordered if key[0] not in gone})
+        self._split -= gone
 
     def _serving(
         self, inputs: dict[str, object], values: list[object], spec: pytree.TreeSpec, single: bool
@@ -247,6 +261,7 @@ class ProgramCache:
         self._split.clear()
         self._sharing.forget()
         self._unsure.clear()
+        self._held.clear()
         self._files = self._copies = None
 
     def doubt(self) -> None:

@@ -28,6 +28,7 @@ from maskfx.compiler.artifact.artifact import UnreadableArtifact, load, save, wr
 from maskfx.compiler.artifact.graphs import weights_of
 from maskfx.compiler.artifact.key import module_key
 from maskfx.compiler.artifact.plain import Unsavable
+from maskfx.compiler.build_program import content
 from maskfx.compiler.capture.roles import Roles
 from maskfx.compiler.compile import Compilation
 from maskfx.config import Settings
@@ -101,7 +102,8 @@ class ProgramFiles:
         if program is None and capture.interrupted:
             return
         sizes = capture.frozen, capture.single, capture.autocast
-        kind = repr((capture.in_spec, capture.leaves, capture.constants, sizes))
+        constants = {i: content(v) or v for i, v in capture.constants.items()}
+        kind = repr((capture.in_spec, capture.leaves, constants, sizes))
         digest = hashlib.sha256(kind.encode()).hexdigest()
         code = "dense" if program is None else program.code[:16]
         name = f"{code}-{digest[:16]}{SUFFIX}"

@@ -156,8 +156,8 @@ def check_cache(cache: StepCache, inputs: ValidatedInputs, mask: Mask, weights: 
         )
     if cache.program != inputs.program_code:
         raise CacheError(
-            "EditStep.cache was recorded by another model, or with other argument structure; "
-            "record it again"
+            "EditStep.cache was recorded by another model, with other argument structure, or with "
+            "other values of a mask that sizes depend on; record it again"
         )
     for role, size in cache.sizes.items():
         if not role.startswith("text:") and inputs.sizes.get(role) != size:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maskfx.passes.canonicalize.batches import canonicalize_batches
-from tests.passes.tools import Inputs, check_values, numbers, picture, run_pass, shared
+from tests.passes.tools import Inputs, check_values, numbers, picture, run_pass, shared, timed
 
 
 def samples(seed: int = 0, wide: bool = False) -> Inputs:
@@ -87,6 +87,26 @@ def test_takes_joined_batches_apart() -> None:
     )
     assert run.second_run_is_idle()
     check_values(shared(Parities), picture, oracle=False)  # the twin has one picture a sample
+
+
+class OneForAll(nn.Module):
+    """Each sample's time, and one for all samples behind them, through the same layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Linear(1, 4)
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        both = torch.cat([timestep, timestep.new_zeros(1)])
+        made = self.time(both[:, None]).tanh()
+        return sample * made[:-1, :, None, None] + made[-1:, :, None, None]
+
+
+def test_takes_one_for_all_samples_apart() -> None:
+    run = run_pass(canonicalize_batches, shared(OneForAll), timed)
+    assert (run.rewrites, run.after["cat"], run.after["linear"]) == (1, 0, 2)
+    assert run.second_run_is_idle()
+    check_values(shared(OneForAll), timed)
 
 
 @pytest.mark.parametrize("kind", ["order", "twice", "both", "batches"])

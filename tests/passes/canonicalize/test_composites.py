@@ -55,6 +55,8 @@ CASES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "median": ("median", lambda x: x - x.median(1, True)[0] + x.mT.median(dim=1)[1].mT[:, None]),
     "third": ("kthvalue", lambda x: x - x.kthvalue(3, 1, True)[0] + x.kthvalue(1, 1)[1][:, None]),
     "quantile": ("quantile", lambda x: x - x.quantile(0.3, 1, True) - x.quantile(1.0, 1)[:, None]),
+    "zeros": ("new_zeros", lambda x: x + (x.new_zeros(1, 4, 1, 1) + x.new_ones(1)).cumsum(1)),
+    "number": ("new_full", lambda x: x * x.new_full((4, 1, 1), 0.5)),
     "order": ("argsort", lambda x: x.mT.movedim(1, -1).argsort().movedim(-1, 1).mT + x),
 }
 

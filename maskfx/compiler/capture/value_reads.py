@@ -1,0 +1,147 @@
+"""Value reads: the arguments whose contents decide sizes, or numbers that Python reads.
+
+A size that depends on what a tensor holds can't be traced. An eager run shows which arguments such
+sizes follow from. A capture that holds the values of these (`held_values.py`) serves calls with
+equal values only.
+
+This file knows nothing about lanes, passes or the runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from maskfx.compiler.capture.roles import Argument
+from maskfx.ir.lanes import NotLaned
+from maskfx.ir.objects import copied_tree
+
+LARGEST = 1 << 16  # numbers of an argument that a capture may hold
+READS = frozenset(
+    [
+        *("item", "tolist", "numpy", "__bool__", "__int__", "__index__", "__float__"),
+        *("nonzero", "argwhere", "masked_select", "bincount"),
+    ]
+)
+INDEXED = frozenset(["__getitem__", "__setitem__", "index_put", "index_put_"])
+
+
+class ValueReads(TorchFunctionMode):
+    """Notes which of some tensors decide sizes, or numbers that Python reads.
+
+    Args:
+        named: the tensors by number; what is computed from them counts as them.
+    """
+
+    def __init__(self, named: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self.read: set[int] = set()
+        self._sources: Any = WeakIdKeyDictionary()
+        for number, value in named.items():
+            self._sources[value] = frozenset((number,))
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        named, name = kwargs or {}, getattr(func, "__name__", "")
+        given = list(tensors_in((args, named)))
+        own = self._of(given)
+        if not own:
+            return func(*args, **named)
+        self.read |= self._of(list(deciding(name, args, given)))
+        found = func(*args, **named)
+        written = given[:1] if name == "__setitem__" or name.rstrip("_") == name[:-1] else []
+        for value in (*tensors_in(found), *written):
+            self._sources[value] = own | self._of([value])
+        return found
+
+    def _of(self, tensors: Sequence[Tensor]) -> frozenset[int]:
+        none = frozenset[int]()
+        return none.union(*(self._sources.get(tensor, none) for tensor in tensors))
+
+
+def tensors_in(tree: object) -> Iterator[Tensor]:
+    """Yield the tensors of a tree, and those that are bounds of its slices."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, slice):
+            yield from tensors_in((leaf.start, leaf.stop, leaf.step))
+
+
+def deciding(name: str, args: Sequence[Any], given: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors whose contents decide the size of a function's result, or are read."""
+    alone = name == "where" and len(args) == 1
+    if alone or name in READS or name.removeprefix("_").startswith("unique"):
+        yield from given
+    elif name == "repeat_interleave":
+        yield from tensors_in(args[1:])
+    elif name in INDEXED:
+        parts = args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
+        for part in parts:
+            if isinstance(part, slice) or isinstance(part, Tensor) and part.dtype == torch.bool:
+                yield from tensors_in(part)
+
+
+def depends_on_values(error: Exception) -> bool:
+    """Return True if an export failed because a size depends on what a tensor holds."""
+    return isinstance(error, GuardOnDataDependentSymNode | NotLaned) or "unbacked" in str(error)
+
+
+def is_holdable(leaf: Argument, value: object) -> bool:
+    """Return True for an argument of the request that consists of a few whole numbers."""
+    if not isinstance(value, Tensor) or leaf.step or not 0 < value.numel() <= LARGEST:
+        return False
+    plain = type(value) is Tensor and not value.is_meta and not value.is_complex()
+    return plain and bool((value == value.round()).all() if value.is_floating_point() else True)
+
+
+def with_held(
+    module: nn.Module, leaves: Sequence[Argument], values: Sequence[object], spec: pytree.TreeSpec
+) -> list[Argument]:
+    """Return the arguments; those are held whose contents decide sizes or are read by Python.
+
+    None is held if the samples of a call differ in one of them.
+    """
+    pairs = list(enumerate(zip(leaves, values, strict=True)))
+    own = {i for i, (leaf, value) in pairs if is_holdable(leaf, value)}
+    inputs = copied_tree(values, spec)
+    given = pytree.tree_leaves(inputs)
+    reads = ValueReads({i: given[i] for i in own})
+    if own:
+        with torch.no_grad(), reads:
+            module(**inputs)
+    alike = all(held_value(leaves[i], values[i]) is not None for i in reads.read)
+    return [replace(leaf, held=alike and i in reads.read) for i, leaf in enumerate(leaves)]
+
+
+def held_value(leaf: Argument, value: Any) -> Tensor | None:
+    """Return what a capture holds of an argument: one sample's value; None if samples differ."""
+    for axis, role in enumerate(leaf.roles):
+        if role == "batch":
+            first: Tensor = value.narrow(axis, 0, 1).clone()
+            return first if bool((value == first).all()) else None
+    held: Tensor = value.clone()
+    return held
+
+
+def is_held(leaf: Argument, held: Tensor, value: object) -> bool:
+    """Return True if an argument has the value that a capture holds, in each of its samples."""
+    if not isinstance(value, Tensor) or value.dtype != held.dtype or value.dim() != held.dim():
+        return False
+    sizes = zip(leaf.roles, held.shape, value.shape, strict=True)
+    if any(n != m and role != "batch" for role, n, m in sizes):
+        return False
+    return bool((value == held.to(value.device)).all())
