@@ -69,6 +69,7 @@ def capture(
     one: bool = False,
     compare: bool = True,
     grid: bool = False,
+    kept: str = "",
 ) -> Capture:
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
@@ -87,6 +88,7 @@ def capture(
         one: capture a batch of one sample, whose operators may run on batches of any size.
         compare: compare the graph with the module at the sizes of the inputs.
         grid: tokens are the sites of a picture whose sides are integer arguments.
+        kept: the attribute in which the module keeps tensors of each call; "" if in none.
     """
     _, values, spec = roles_.flatten(inputs)
     leaves = roles_.infer(module, inputs, roles, grid)
@@ -96,7 +98,10 @@ def capture(
     listed = listed_samples(leaves)
     if listed > 1:
         notes.append(f"{listed} samples in a list: a capture is of one sample")
-    if not attempt:
+    if kept:
+        notes.append(f"{kept} keeps tensors of the module's last call, which graphs don't set")
+        attempt = False
+    elif not attempt:
         notes.append('mode="dense" leaves the module as it is')
     elif acts_within(module):
         notes.append("hooks act on its parts in the middle of a call: offloading or caching")

@@ -31,6 +31,7 @@ from maskfx.runtime.execution.dense_fallback import graph_in_full
 from maskfx.runtime.execution.executor import BatchExecutor
 from maskfx.runtime.programs.attempts import Attempt, narrowest, tried_in_vain
 from maskfx.runtime.programs.buffer_states import BufferStates
+from maskfx.runtime.programs.kept_tensors import KeptTensors
 from maskfx.runtime.programs.program_files import ProgramFiles, compiled_as
 from maskfx.runtime.programs.proof import (
     Size,
@@ -76,6 +77,7 @@ class ProgramCache:
         self._fingerprint = fingerprint
         self._sharing = Sharing(module, self._how, shared_programs())
         self._unsure: list[Compilation] = []  # taken from equal modules, as doubtful as sizes
+        self._kept = ""  # where the module keeps tensors of its last call
         self._files: ProgramFiles | None = None
         self._noted: tuple[int, ...] = ()
         self._copies: tuple[Path, ProgramFiles, tuple[int, ...]] | None = None
@@ -186,7 +188,7 @@ class ProgramCache:
 
     def _shares(self, values: list[object]) -> bool:
         """Return True if captures may serve equal modules, and theirs this one."""
-        dense = self.settings.mode == "dense"
+        dense = self.settings.mode == "dense" or bool(self._kept)
         return not dense and self._files is None and not has_meta(self.module, values)
 
     @torch.no_grad()
@@ -228,11 +230,12 @@ class ProgramCache:
         self, inputs: dict[str, object], values: list[object], single: bool
     ) -> Compilation:
         """Capture and compile the module for these arguments, in the way that narrows most."""
-        dense = self.settings.mode == "dense"
+        dense = self.settings.mode == "dense" or bool(self._kept)
         return narrowest(self._compiled, self.every, inputs, dense, single)
 
     def _compiled(self, inputs: dict[str, object], how: Attempt) -> Compilation:
-        found = capture(self.module, inputs, self.roles, compare=self.compares, **asdict(how))
+        options = {**asdict(how), "compare": self.compares, "kept": self._kept}
+        found = capture(self.module, inputs, self.roles, **options)
         plans, stretches = bool(self.settings.plans), self.settings.stretches
         return compile_capture(found, plans=plans, stretches=stretches, layouts=self.layouts)
 
@@ -331,9 +334,20 @@ class ProgramCache:
         return self._verdicts.get(size)
 
     def _warm_tables(self, inputs: dict[str, object], values: list[object]) -> None:
-        """Run the module before the first capture, in which its tables would hold fake tensors."""
-        if not self.every and not has_meta(self.module, values):
+        """Run the module before the first capture, in which its tables would hold fake tensors.
+
+        A module that keeps other tensors at a second run too keeps some of each call.
+        """
+        if self.every or has_meta(self.module, values):
+            return
+        self._kept = ""
+        for _ in range(2):  # a table that the first run fills stays
+            before = KeptTensors(self.module)
             self._dense(copy_tree(inputs))
+            kept = before.changed()
+            if not kept:
+                return
+        self._kept = kept
 
     def _dense(self, inputs: dict[str, object]) -> object:
         """Run the module itself; raise InputError if it fails on these inputs."""
