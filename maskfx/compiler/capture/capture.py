@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -41,6 +42,7 @@ from maskfx.compiler.capture.routings import presumed, with_experts
 from maskfx.compiler.capture.twin import NoTwin
 from maskfx.compiler.capture.whole import WholeModules
 from maskfx.ir import progress
+from maskfx.ir.callables import is_called
 from maskfx.ir.lanes import set_lane
 from maskfx.ir.objects import new_objects
 from maskfx.ir.other_sizes import SizeExpr, other_bases
@@ -56,6 +58,8 @@ SINGLE_ATTEMPTS = 4  # sizes that are tried for one sample, after others were fo
 # of diffusers' blocks: the number of tokens that feed-forward layers compute at once, which saves
 # memory and changes no result; a graph would have each of these layers once per chunk
 CHUNKS = "_chunk_size"
+# of attention processors: the number of heads that attention computes at once; the same holds
+SLICES = "slice_size"
 CAPTURING = RLock()  # an export changes what the whole process shares, such as functions of torch
 
 
@@ -207,6 +211,9 @@ def twin_of(module: torch.nn.Module) -> torch.nn.Module:
     for part in twin.modules():
         if vars(part).get(CHUNKS):
             setattr(part, CHUNKS, None)
+        for called in filter(is_called, vars(part).values()):
+            if type(getattr(called, "__dict__", {}).get(SLICES)) is int:
+                setattr(called, SLICES, sys.maxsize)
     return twin
 
 
