@@ -23,11 +23,12 @@ from maskfx.pipelines.call_checks import check_generators, check_options, check_
 from maskfx.pipelines.callbacks import callbacks_of, may_set, without_callbacks
 from maskfx.pipelines.digests import digest
 from maskfx.pipelines.handlers.autoencoder import AutoencoderCalls
-from maskfx.pipelines.handlers.call_handler import CallHandler
+from maskfx.pipelines.handlers.call_handler import CallHandler, DenseHandler
 from maskfx.pipelines.masks.given_masks import accepted_mask
 from maskfx.pipelines.masks.masks import Pictures, in_floats, is_picture, like_mask
 from maskfx.pipelines.masks.videos import VIDEO, frame_count, is_video, length_of
 from maskfx.pipelines.outputs import as_list, force_images
+from maskfx.pipelines.parts.alterations import alters_modules
 from maskfx.pipelines.parts.modular import errors_hidden, with_state
 from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.pipelines.parts.stand_in import put_back, running
@@ -349,9 +350,9 @@ class PipelineCall:
         kept = None if state.encoders is None else state.encoders.cache
         coding = AutoencoderCalls(methods, handler, state.notes, kept)
         late = LateResults() if self.quality.control == "late" and not handler.records else None
-        rows = None
-        if self.quality.parallel == "late" and not handler.records:
-            rows = LateRows(self.quality.first)
+        apart = self.quality.parallel == "late" and not handler.records
+        rows = LateRows(self.quality.first) if apart else None
+        whole = state.alone and type(handler) is DenseHandler
         run = PipelineRun(
             self.pipe,
             state.denoisers,
@@ -365,6 +366,7 @@ class PipelineCall:
             late=late,
             rows=rows,
             follow=partial(state.follow, closely=may_set(self.arguments)),
+            at_once=not (late or rows) and (whole or alters_modules(self.pipe)),
         )
         if "_num_timesteps" in vars(self.pipe):
             vars(self.pipe)["_num_timesteps"] = None  # left by the previous run

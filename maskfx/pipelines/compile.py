@@ -33,7 +33,7 @@ from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prefetch_template, prepare_template, with_prompt
 from maskfx.pipelines.replaced_parts import let_go, with_part
 from maskfx.pipelines.runs.execute import execute
-from maskfx.pipelines.runs.interception import bars_disabled
+from maskfx.pipelines.runs.interception import bars_disabled, is_within_run
 from maskfx.pipelines.serve_call import serve_call
 from maskfx.pipelines.state import (
     PATCH_BYTES,
@@ -80,8 +80,9 @@ class CompiledPipeline:
         **given: object,
     ) -> Any:
         state: PipelineState | None = self.__dict__.get(KEPT)
-        # an object made by the class (from_pretrained) isn't compiled; or there is no denoiser
-        if state is None or not state.denoisers:
+        # an object made by the class (from_pretrained) isn't compiled; or there is no denoiser; or
+        # it is a part of a pipeline whose run handles the calls of its denoisers
+        if state is None or not state.denoisers or is_within_run(self):
             if lora:
                 raise InputError(
                     f"{type(self).__name__}: lora= needs a compiled pipeline with a denoiser; call "

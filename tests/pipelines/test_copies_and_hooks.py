@@ -9,6 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import (  # type: ignore[import-untyped,unused-ignore]
+    CpuOffload,
+    add_hook_to_module,
+    remove_hook_from_module,
+)
+from diffusers.hooks.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 
 import maskfx
@@ -233,3 +239,32 @@ def test_a_denoiser_that_torch_compiles_dispatches_without_being_traced():
 def test_a_denoiser_that_torch_compile_has_wrapped_is_found():
     module = Denoiser()
     assert find_denoisers({"unet": torch.compile(module, backend="eager")}) == {"unet": module}
+
+
+@pytest.mark.parametrize("by", ["diffusers", "accelerate"])
+def test_hooks_that_other_packages_register_later_stay(by: str):
+    class Doubled(ModelHook if by == "diffusers" else CpuOffload):  # type: ignore[misc]
+        def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
+            return 2 * output
+
+    module: Any = Denoiser()
+    x = torch.ones(1)
+    install(module)
+    if by == "diffusers":
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(Doubled(), "doubled")
+    else:
+        add_hook_to_module(module, Doubled("cpu"))
+    assert module(x, 3) == 6
+    remove(module)
+    assert module(x, 3) == 6
+    made = copy.deepcopy(module)
+    made.weight.data.fill_(5)
+    assert made(x, 3) == 15
+    if by == "diffusers":
+        module._diffusers_hook.remove_hook("doubled")
+    else:
+        remove_hook_from_module(module)
+    install(module)
+    remove(module)
+    assert module(x, 3) == 3
+    assert not [name for name in vars(module) if installed(module, name)]

@@ -1,4 +1,4 @@
-"""Feed-forward layers that diffusers' blocks compute in chunks, `enable_forward_chunking`."""
+"""Layers that diffusers computes in parts: feed-forward in chunks, attention in slices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.attention_processor import SlicedAttnProcessor
 from torch import Tensor, nn
 
 import maskfx
@@ -52,3 +53,23 @@ def test_one_capture_serves_any_number_of_chunks() -> None:
     assert found.capture.frozen is None
     assert sum("gelu" in str(node.target) for node in denoiser.graph.graph.nodes) == 1
     assert module.block._chunk_size == 4
+
+
+def test_attention_in_slices_is_captured_as_one() -> None:
+    torch.manual_seed(0)
+    module: Any = Chunked().eval().requires_grad_(False)
+    module.block.attn1.set_processor(SlicedAttnProcessor(1))
+    denoiser = maskfx.compile(module)
+    for seed, tokens in enumerate((24, 40)):
+        output, kept = denoiser.record(**call(tokens, seed))
+        wanted = module(**call(tokens, seed))
+        mask = MASKS["random"]((tokens,), seed)
+        assert_near(output, wanted)
+        got = denoiser.edit([maskfx.EditStep(call(tokens, seed), mask, kept)])[0]
+        assert_near(got, wanted)
+    (found,) = denoiser.compilations
+    assert found.program is not None
+    captured = found.capture.module
+    assert captured is not None
+    assert sum("softmax" in str(node.target) for node in captured.graph.nodes) == 1
+    assert module.block.attn1.processor.slice_size == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.nn.modules.dropout import _DropoutNd
 from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 
@@ -34,6 +34,7 @@ from maskfx.compiler.capture.export import (
 )
 from maskfx.compiler.capture.grid_numbers import axis_of
 from maskfx.compiler.capture.light_run import NotLight, light_twin
+from maskfx.compiler.capture.obstacles import obstacle
 from maskfx.compiler.capture.plain_attention import plain_attention
 from maskfx.compiler.capture.recurrent_layers import RecurrentLayers
 from maskfx.compiler.capture.roles import Argument, Sizes
@@ -42,10 +43,10 @@ from maskfx.compiler.capture.twin import NoTwin
 from maskfx.compiler.capture.value_reads import depends_on_values, held_value, with_held
 from maskfx.compiler.capture.whole import WholeModules, has_unknown_size
 from maskfx.ir import progress
+from maskfx.ir.callables import is_called
 from maskfx.ir.lanes import set_lane
 from maskfx.ir.objects import new_objects
 from maskfx.ir.other_sizes import SizeExpr, other_bases
-from maskfx.ir.part_hooks import acts_within
 from maskfx.ir.pyramid import Pyramid
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ SINGLE_ATTEMPTS = 4  # sizes that are tried for one sample, after others were fo
 # of diffusers' blocks: the number of tokens that feed-forward layers compute at once, which saves
 # memory and changes no result; a graph would have each of these layers once per chunk
 CHUNKS = "_chunk_size"
+# of attention processors: the number of heads that attention computes at once; the same holds
+SLICES = "slice_size"
 CAPTURING = RLock()  # an export changes what the whole process shares, such as functions of torch
 
 
@@ -72,6 +75,7 @@ def capture(
     grid: bool = False,
     held: bool = False,
     still: bool = False,
+    kept: str = "",
 ) -> Capture:
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
@@ -91,6 +95,7 @@ def capture(
         compare: compare the graph with the module at the sizes of the inputs.
         grid: tokens are the sites of a picture whose sides are integer arguments.
         held, still: constants are values that sizes depend on; the picture's sizes.
+        kept: the attribute in which the module keeps tensors of each call; "" if in none.
     """
     _, values, spec = roles_.flatten(inputs)
     found = roles_.infer(module, inputs, roles, grid)
@@ -103,19 +108,10 @@ def capture(
     listed = listed_samples(leaves)
     if listed > 1:
         notes.append(f"{listed} samples in a list: a capture is of one sample")
-    if not attempt:
+    if not attempt and not kept:
         notes.append("no values to hold" if held else 'mode="dense" leaves the module as it is')
-    elif acts_within(module):
-        notes.append("hooks act on its parts in the middle of a call: offloading or caching")
-        attempt = False
-    elif drops_values(module):
-        notes.append("dropout acts in each call, as its parts are in training mode: call eval()")
-        attempt = False
-    elif taken := names_of_graphs(module):
-        notes.append(
-            f"a graph can't have a weight or part named {', '.join(taken)}: rename it, or compile "
-            "a module that has this one as a part"
-        )
+    elif why := obstacle(module, kept):
+        notes.append(why)
         attempt = False
     one = one or single
     tries = candidates(call.sizes, leaves, one, fixed) if listed < 2 and attempt else iter(())
@@ -163,21 +159,6 @@ def capture(
     )
 
 
-def drops_values(module: torch.nn.Module) -> bool:
-    """Return True if a layer of the module sets random values to zero, unlike in every other call.
-
-    Such layers do so in training mode only.
-    """
-    layers = (part for part in module.modules() if isinstance(part, _DropoutNd))
-    return any(layer.training and layer.p > 0 for layer in layers)
-
-
-def names_of_graphs(module: torch.nn.Module) -> list[str]:
-    """Return the names of a module's own weights and parts that are attributes of every graph."""
-    own = (module._parameters, module._buffers, module._modules)
-    return [repr(name) for held in own for name in held if hasattr(fx.GraphModule, name)]
-
-
 def unless_thin(
     found: Capture, whole: WholeModules, call: ExampleCall, sizes: Sizes, notes: Sequence[str]
 ) -> Capture:
@@ -212,6 +193,9 @@ def twin_of(module: torch.nn.Module) -> torch.nn.Module:
     for part in twin.modules():
         if vars(part).get(CHUNKS):
             setattr(part, CHUNKS, None)
+        for called in filter(is_called, vars(part).values()):
+            if type(getattr(called, "__dict__", {}).get(SLICES)) is int:
+                setattr(called, SLICES, sys.maxsize)
     return twin
 
 

@@ -174,6 +174,7 @@ class StandIn:
 
     original: Callable[..., object]
     before: Callable[..., object] | None  # the previous method in the module's __dict__, if any
+    function: Callable[..., object] | None = None  # the stand-in itself
 
 
 @dataclass
@@ -235,8 +236,8 @@ def replace_method(
 ) -> None:
     """Give a module a method in place of its own, for as long as it has stand-ins."""
     standin = StandIn(getattr(module, method), module.__dict__.get(method))
-    function = module.__dict__[method] = made(module, standin)
-    function.__dict__["maskfx_standin"] = standin
+    standin.function = module.__dict__[method] = made(module, standin)
+    standin.function.__dict__["maskfx_standin"] = standin
 
 
 def remove(module: nn.Module, method: str = "forward") -> None:
@@ -253,19 +254,24 @@ def remove(module: nn.Module, method: str = "forward") -> None:
             restore(module, HOOKED_CALL)
         if not users.counts:
             USERS.pop(module, None)
-            restore(module, STATE)
+            if not any(installed(module, name) for name in vars(module) if name != STATE):
+                restore(module, STATE)
 
 
 def restore(module: nn.Module, method: str) -> None:
-    """Give a module the method that it had before the stand-in, if it has one."""
+    """Give a module the method that it had before the stand-in, if it has one.
+
+    A stand-in that a hook runs, which was registered later, stays: it computes as the method did.
+    """
     standin = installed(module, method)
-    if standin is not None:
+    if standin is not None and module.__dict__[method] is standin.function:
         del module.__dict__[method]
         if standin.before is not None:
             module.__dict__[method] = standin.before
 
 
 def installed(module: nn.Module, method: str = "forward") -> StandIn | None:
+    """Return a method's stand-in, or that which a hook in its place runs, or None."""
     found: StandIn | None = getattr(module.__dict__.get(method), "maskfx_standin", None)
     return found
 

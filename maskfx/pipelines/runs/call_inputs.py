@@ -50,6 +50,13 @@ def on_meta(value: object) -> object:
     return value.detach().to("meta") if isinstance(value, Tensor) else value
 
 
+def wants_gradients(inputs: Mapping[str, object]) -> bool:
+    """Return True if a call's result is to be differentiated by a tensor among its arguments."""
+    return torch.is_grad_enabled() and any(
+        isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(dict(inputs))
+    )
+
+
 def own_inputs(inputs: Mapping[str, object]) -> dict[str, object]:
     """Return the inputs of a call that runs later: the pipeline may change its own before that.
 

@@ -16,12 +16,21 @@ from maskfx.ir import progress
 from maskfx.pipelines.deferred import force_all
 from maskfx.pipelines.parts.modular import BLOCKS, blocks_of, loops_of, observed_blocks
 from maskfx.pipelines.parts.pipeline import StepOutput, nested_pipelines
+from maskfx.pipelines.parts.stand_in import CURRENT
 from maskfx.pipelines.runs.run import PipelineRun
 from maskfx.pipelines.schedules.schedule import schedulers_of
 
 BAR = "_progress_bar_config"  # diffusers' attribute of a pipeline
 # arguments that determine which steps run
 CHOSEN = ("strength", "num_inference_steps", "denoising_start")
+
+
+def is_within_run(pipe: object) -> bool:
+    """Return True for a pipeline that another one runs, in a run of that one."""
+    run = CURRENT.get()
+    if not isinstance(run, PipelineRun):
+        return False
+    return any(part is pipe for part in nested_pipelines(run.pipe)[1:])
 
 
 @contextmanager

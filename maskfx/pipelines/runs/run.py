@@ -38,18 +38,18 @@ from maskfx.pipelines.handlers.autoencoder import AutoencoderCalls
 from maskfx.pipelines.handlers.call_handler import CallHandler, CallPart
 from maskfx.pipelines.masks.masks import Box
 from maskfx.pipelines.parts.pipeline import StepOutput
-from maskfx.pipelines.parts.stand_in import Hooks, MethodCall, computing
+from maskfx.pipelines.parts.stand_in import COMPUTES, Hooks, MethodCall, computing
 from maskfx.pipelines.runs.call_inputs import (
-    Constants,
     ShapeKey,
     Sizes,
-    constants_of,
     device_of,
     on_meta,
     own_inputs,
     shape_key,
     shapes_of,
+    wants_gradients,
 )
+from maskfx.pipelines.runs.function_changes import FunctionChanges
 from maskfx.pipelines.runs.late_results import LateResults
 from maskfx.pipelines.runs.late_rows import LateRows
 from maskfx.pipelines.runs.silent_calls import makes_zeros, silent_key, zeros_of
@@ -187,11 +187,11 @@ class PipelineRun:
     late: LateResults | None = None  # None: denoisers read one another's results in time
     rows: LateRows | None = None  # None: ranks wait for one another's rows
     follow: Callable[[str], RunSettings] | None = None  # returns a denoiser's settings
+    at_once: bool = False  # whether each call is computed before the pipeline goes on
     settings: dict[str, RunSettings] = field(default_factory=dict)  # as of their first call
     hooks: dict[str, Hooks] = field(default_factory=dict)  # of parts of denoisers called so far
     _masks: MaskCache = field(default_factory=MaskCache)  # a run's steps share a few masks
-    _constants: dict[tuple[str, str], Constants] = field(default_factory=dict)  # by name and branch
-    _acting: dict[tuple[str, str], Updates] = field(default_factory=dict)  # by name and branch
+    _changes: FunctionChanges = field(default_factory=FunctionChanges)
     _changed: int = -1  # the step at which constants of a call changed
 
     def __post_init__(self) -> None:
@@ -227,6 +227,9 @@ class PipelineRun:
     def call(self, module: nn.Module, inputs: dict[str, object]) -> object:
         """Handle a call of a stand-in; its result is deferred if its shape is known."""
         name = self._names[id(module)]
+        if wants_gradients(inputs):
+            self.note(f"{name}: gradients are asked of it; the module computes these calls")
+            return COMPUTES
         if self._count.precedes(inputs):
             return self._compute_now(name, inputs)
         self._begin()
@@ -259,11 +262,12 @@ class PipelineRun:
             self.late.add(call)
             self.late.exchange(call)
         self.ledger.calls.append(call)
-        if key not in self.shapes or silent is not None and silent not in self.shapes:
+        unknown = key not in self.shapes or silent is not None and silent not in self.shapes
+        if self.at_once or unknown:
             watched = Watched(inputs)
             self.ledger.settle()
             call.wait()
-            if not made_object(call.result) and not watched.written():
+            if unknown and not made_object(call.result) and not watched.written():
                 self.shapes[key] = pytree.tree_map(on_meta, call.result)
                 if silent is not None:  # None: it isn't zero
                     zero = makes_zeros(module, call.inputs, call.result)
@@ -325,15 +329,8 @@ class PipelineRun:
         return self.selection.computes(self.step, steps) or self._changed == self.step
 
     def _follow_function(self, call: DenoiserCall) -> None:
-        """Compute this step, and forget earlier outputs, if the call's constants have changed.
-
-        The outputs before don't continue then: the range of a ControlNet has ended, or another
-        scale applies from here on.
-        """
-        key, constants = (call.name, call.branch), constants_of(call.inputs)
-        known = self._constants.setdefault(key, constants)
-        if constants != known:
-            self._constants[key] = constants
+        """Compute this step, and forget earlier outputs, if the call's constants have changed."""
+        if self._changes.of_constants(call):
             if self._changed != self.step:
                 self._changed = self.step
                 self.forecasts.clear()
@@ -342,11 +339,9 @@ class PipelineRun:
 
     def _follow_adapters(self, call: DenoiserCall) -> None:
         """Forget a call's earlier outputs if other adapters act from this computed step on."""
-        key, now = (call.name, call.branch), call.adapters
-        if self._acting.setdefault(key, now) != now:
-            self._acting[key] = now
+        if self._changes.of_adapters(call):
             self._read_in_time()
-            self.forecasts.forget(key)
+            self.forecasts.forget((call.name, call.branch))
 
     def _read_in_time(self) -> None:
         """Let the calls of this step read no values of the step before."""

@@ -32,6 +32,7 @@ from maskfx.runtime.execution.executor import BatchExecutor
 from maskfx.runtime.programs.attempts import Attempt, narrowest, tried_in_vain
 from maskfx.runtime.programs.buffer_states import BufferStates
 from maskfx.runtime.programs.held_programs import HeldPrograms
+from maskfx.runtime.programs.kept_tensors import kept_in_calls
 from maskfx.runtime.programs.program_files import ProgramFiles, compiled_as
 from maskfx.runtime.programs.proof import (
     Size,
@@ -77,6 +78,7 @@ class ProgramCache:
         self._fingerprint = fingerprint
         self._sharing = Sharing(module, self._how, shared_programs())
         self._unsure: list[Compilation] = []  # taken from equal modules, as doubtful as sizes
+        self._kept = ""  # where the module keeps tensors of its last call
         self._files: ProgramFiles | None = None
         self._noted: tuple[int, ...] = ()
         self._held = HeldPrograms()
@@ -200,7 +202,7 @@ class ProgramCache:
 
     def _shares(self, values: list[object]) -> bool:
         """Return True if captures may serve equal modules, and theirs this one."""
-        dense = self.settings.mode == "dense"
+        dense = self.settings.mode == "dense" or bool(self._kept)
         return not dense and self._files is None and not has_meta(self.module, values)
 
     @torch.no_grad()
@@ -242,11 +244,12 @@ class ProgramCache:
         self, inputs: dict[str, object], values: list[object], single: bool
     ) -> Compilation:
         """Capture and compile the module for these arguments, in the way that narrows most."""
-        dense = self.settings.mode == "dense"
+        dense = self.settings.mode == "dense" or bool(self._kept)
         return narrowest(self._compiled, self.every, inputs, dense, single)
 
     def _compiled(self, inputs: dict[str, object], how: Attempt) -> Compilation:
-        found = capture(self.module, inputs, self.roles, compare=self.compares, **asdict(how))
+        options = {**asdict(how), "compare": self.compares, "kept": self._kept}
+        found = capture(self.module, inputs, self.roles, **options)
         plans, stretches = bool(self.settings.plans), self.settings.stretches
         return compile_capture(found, plans=plans, stretches=stretches, layouts=self.layouts)
 
@@ -348,7 +351,7 @@ class ProgramCache:
     def _warm_tables(self, inputs: dict[str, object], values: list[object]) -> None:
         """Run the module before the first capture, in which its tables would hold fake tensors."""
         if not self.every and not has_meta(self.module, values):
-            self._dense(copy_tree(inputs))
+            self._kept = kept_in_calls(self.module, lambda: self._dense(copy_tree(inputs)))
 
     def _dense(self, inputs: dict[str, object]) -> object:
         """Run the module itself; raise InputError if it fails on these inputs."""
