@@ -43,17 +43,14 @@ def narrowest(
         dense: whether the module runs dense, whatever it is.
         single: whether the arguments are of one sample, and what is compiled.
     """
-    for one in filter(holds_values, every):
-        if one.capture.single == single and serves_form(one, inputs):
-            alone = not single and one.capture.pyramid.batch == 1
-            new = compiled(inputs, Attempt(single=single, one=alone, held=True))
-            if new.program is not None:
-                return new
-            break
-    if any(is_of_one_size(one, inputs, single) for one in every):
-        new = compiled(inputs, Attempt(single=single, still=True))
+    alike = [one for one in every if one.capture.single == single and serves_form(one, inputs)]
+    for one in (one for one in alike if holds_values(one) or holds_sizes(one)):
+        alone = not single and one.capture.pyramid.batch == 1
+        how = Attempt(single=single, one=alone, held=holds_values(one), still=holds_sizes(one))
+        new = compiled(inputs, how)
         if new.program is not None:
             return new
+        break
     if any(is_frozen_program(one, inputs, single) for one in every):
         new = compiled(inputs, Attempt(single=single, fixed=True))
         if new.program is not None:
@@ -72,6 +69,8 @@ def narrowest(
             new = better(new, compiled(inputs, Attempt(single=single, fixed=True, grid=grid)))
     if runs_mostly_in_full(new):
         new = better(new, compiled(inputs, Attempt(single=single, still=True)))
+        if not single and new.reasons:
+            new = better(new, compiled(inputs, Attempt(one=True, still=True)))
     if new.reasons and new.capture.reads:
         held = compiled(inputs, Attempt(single=single, held=True))
         if not single and treats_alone(held):
@@ -91,10 +90,9 @@ def is_frozen_program(found: Compilation, inputs: Mapping[str, object], single: 
     return frozen and serves_form(found, inputs)
 
 
-def is_of_one_size(found: Compilation, inputs: Mapping[str, object], single: bool) -> bool:
-    """Return True for a program of one picture size, which other sizes run mostly in full."""
-    still = found.capture.leaves[0].held_sizes and found.capture.single == single
-    return still and serves_form(found, inputs)
+def holds_sizes(found: Compilation) -> bool:
+    """Return True for a compilation of one picture size, as symbolic ones run mostly in full."""
+    return found.capture.leaves[0].held_sizes
 
 
 def runs_mostly_in_full(found: Compilation) -> bool:
