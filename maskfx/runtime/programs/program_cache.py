@@ -340,14 +340,12 @@ class ProgramCache:
         """
         if self.every or has_meta(self.module, values):
             return
-        self._kept = ""
-        for _ in range(2):  # a table that the first run fills stays
+        self._kept, before = "", KeptTensors(self.module)
+        self._dense(copy_tree(inputs))
+        if self.compares and before.changed():  # a table that the first run fills stays
             before = KeptTensors(self.module)
             self._dense(copy_tree(inputs))
-            kept = before.changed()
-            if not kept:
-                return
-        self._kept = kept
+            self._kept = before.changed()
 
     def _dense(self, inputs: dict[str, object]) -> object:
         """Run the module itself; raise InputError if it fails on these inputs."""
