@@ -73,7 +73,7 @@ def narrowest(
             new = better(new, compiled(inputs, Attempt(one=True, still=True)))
     if new.reasons and new.capture.reads:
         held = compiled(inputs, Attempt(single=single, held=True))
-        if not single and treats_alone(held):
+        if not single and holds_values(held) and treats_alone(held):
             held = better(held, compiled(inputs, Attempt(one=True, held=True)))
         new = better(new, held)
     return new
@@ -97,6 +97,8 @@ def holds_sizes(found: Compilation) -> bool:
 
 def runs_mostly_in_full(found: Compilation) -> bool:
     """Return True if a program for pictures of any size computes most of each step in full."""
+    if found.program is None:
+        return False
     graph, sizes = found.capture.module, found.capture.symbols
     pictures = [sizes[role] for role in ("y", "x", "tokens") if role in sizes]
     if graph is None or found.dense is None or all(isinstance(n, int) for n in pictures):

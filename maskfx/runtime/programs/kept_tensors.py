@@ -32,19 +32,19 @@ class KeptTensors:
         return next((place for number, (place, _) in now.items() if number not in before), "")
 
 
-def kept_in_calls(module: nn.Module, call: Callable[[], object]) -> str:
+def kept_in_calls(module: nn.Module, call: Callable[[], object], calls: int) -> str:
     """Call the module, and return where it keeps tensors of each call; "" if nowhere.
 
-    A table that the first call fills stays at a second one.
+    A table that the first call fills stays at a second one, so that of one call nothing is known.
     """
     kept = ""
-    for _ in range(2):
+    for _ in range(calls):
         before = KeptTensors(module)
         call()
         kept = before.changed()
         if not kept:
             break
-    return kept
+    return kept if calls > 1 else ""
 
 
 def held(module: nn.Module) -> dict[int, tuple[str, Tensor]]:

@@ -351,7 +351,8 @@ class ProgramCache:
     def _warm_tables(self, inputs: dict[str, object], values: list[object]) -> None:
         """Run the module before the first capture, in which its tables would hold fake tensors."""
         if not self.every and not has_meta(self.module, values):
-            self._kept = kept_in_calls(self.module, lambda: self._dense(copy_tree(inputs)))
+            calls = 2 if self.compares else 1
+            self._kept = kept_in_calls(self.module, lambda: self._dense(copy_tree(inputs)), calls)
 
     def _dense(self, inputs: dict[str, object]) -> object:
         """Run the module itself; raise InputError if it fails on these inputs."""

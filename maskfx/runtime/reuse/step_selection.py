@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 
 LEAST = 6  # computed steps, at least, by default: the steps of a short run are far apart
-# Even steps are at least so many, or their gaps at most so long.
+# Steps are evenly spaced if they are FEWEST or more, or their gaps LONGEST or shorter.
 FEWEST, LONGEST = 5, 5
 # Gaps shrink towards the end: the last steps draw fine detail, and no later step corrects them.
 BEND = 0.35

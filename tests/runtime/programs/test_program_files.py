@@ -325,7 +325,9 @@ def test_a_module_without_a_program_is_not_tried_again(tmp_path: Path) -> None:
     torch.manual_seed(1)
     module = Sorted().eval()
     captured, _, denoiser = edit(module, tmp_path)
-    assert captured == 3  # as a batch, as a batch of one, and as a sample of a call that is split
+    # as a batch, as a batch of one, and as a sample of a call that is split; for the first and the
+    # last of them a look for values to hold, which exports nothing
+    assert captured == 5
     assert [one.program for one in denoiser.compilations] == [None]
     captured, _, again = edit(module, tmp_path)
     assert captured == 0
