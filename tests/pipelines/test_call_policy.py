@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from maskfx.pipelines.call_policy import CallKind, EditPolicy
+from maskfx.pipelines.handlers.edit_handler import EditHandler
+from maskfx.pipelines.masks.videos import VideoMask
 from maskfx.pipelines.quality import Quality
 
 EDGES = Quality(first=2, last=1)
@@ -51,3 +54,14 @@ def test_only_edits_of_the_template_have_a_following_one() -> None:
         assert policy.following(step, 8) == wanted
     assert policy.following(computed[-1], 8) is None
     assert EditPolicy(quality).following(computed[0], 8) is None
+
+
+def test_a_video_is_whole_if_each_of_its_frames_is() -> None:
+    """Masks of frames that together cover the picture are of a part of each."""
+    halves = torch.zeros(2, 4, 4, dtype=torch.bool)
+    halves[0, :2], halves[1, 2:] = True, True
+    for frames, whole in ((halves, False), (torch.ones_like(halves), True), (None, True)):
+        mask = torch.ones(4, 4, dtype=torch.bool)
+        handler = EditHandler(mask, Quality(every=4), video=VideoMask(frames))
+        assert handler.selection.even == whole
+        assert handler.policy.whole == whole

@@ -69,8 +69,9 @@ class EditHandler:
 
     def __post_init__(self) -> None:
         recorded = None if self.template is None else self.template.steps
-        whole = self.template is None and bool(self.mask.all())
-        self.policy = EditPolicy(self.quality, recorded, whole)
+        masks = self.mask if self.video.frames is None else self.video.frames
+        self._all = bool(masks.all())  # of each frame
+        self.policy = EditPolicy(self.quality, recorded, self._all and self.template is None)
 
     @property
     def selection(self) -> StepSelection:
@@ -84,7 +85,7 @@ class EditHandler:
 
     @property
     def blends(self) -> bool:
-        return self.template is not None and not bool(self.mask.all())
+        return self.template is not None and not self._all
 
     @property
     def reads_times(self) -> bool:
