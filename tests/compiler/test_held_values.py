@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import maskfx
 from maskfx.compiler.capture.capture import capture
-from maskfx.compiler.capture.value_reads import ValueReads
+from maskfx.compiler.capture.value_reads import ValueReads, is_held
 from maskfx.export.exporter import export
 from maskfx.runtime.programs.held_programs import MOST
 from maskfx.runtime.programs.shared_programs import shared_programs
@@ -70,12 +70,20 @@ def test_a_mask_that_is_written_is_compared_again(denoiser: maskfx.CompiledDenoi
     assert near(denoiser.batch([inputs])[0], denoiser.module(**inputs))
 
 
-def test_samples_with_other_masks_stay_right(denoiser: maskfx.CompiledDenoiser) -> None:
-    """The module reads the first sample's mask; another one's isn't what is held."""
+def test_a_capture_serves_samples_that_all_have_its_values(
+    denoiser: maskfx.CompiledDenoiser,
+) -> None:
     inputs = slots(Size(2, 4, 6, 5), 1)
     assert near(denoiser.batch([inputs])[0], denoiser.module(**inputs))
-    inputs["held"] = torch.cat([inputs["held"][:1], slots(SIZE, 1, ahead=0)["held"]])
-    assert near(denoiser.batch([inputs])[0], denoiser.module(**inputs))
+    mixed = torch.cat([inputs["held"][:1], slots(SIZE, 1, ahead=0)["held"]])
+    served = {True: 0, False: 0}
+    for captured in (one.capture for one in denoiser.compilations):
+        for index, leaf in enumerate(captured.leaves):
+            if leaf.held:
+                served[True] += is_held(leaf, captured.constants[index], inputs["held"])
+                served[False] += is_held(leaf, captured.constants[index], mixed)
+    assert served == {True: 1, False: 0}
+    assert near(denoiser.batch([{**inputs, "held": mixed}])[0], denoiser.module(**inputs))
 
 
 def test_the_captures_used_last_are_kept() -> None:
