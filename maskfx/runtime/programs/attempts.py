@@ -67,15 +67,16 @@ def narrowest(
             new = better(new, compiled(inputs, Attempt(one=True, grid=grid)))
         if asks_for_size(new):
             new = better(new, compiled(inputs, Attempt(single=single, fixed=True, grid=grid)))
-    if runs_mostly_in_full(new):
-        new = better(new, compiled(inputs, Attempt(single=single, still=True)))
-        if not single and new.reasons:
-            new = better(new, compiled(inputs, Attempt(one=True, still=True)))
     if new.reasons and new.capture.reads:
         held = compiled(inputs, Attempt(single=single, held=True))
         if not single and holds_values(held) and treats_alone(held):
             held = better(held, compiled(inputs, Attempt(one=True, held=True)))
         new = better(new, held)
+    if runs_mostly_in_full(new):
+        holds = holds_values(new)
+        new = better(new, compiled(inputs, Attempt(single=single, held=holds, still=True)))
+        if not single and new.reasons:
+            new = better(new, compiled(inputs, Attempt(one=True, held=holds, still=True)))
     return new
 
 
