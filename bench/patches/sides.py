@@ -207,7 +207,7 @@ def qualities(calls: int, forecast: str) -> list[maskfx.Quality]:
         quality = maskfx.Quality(
             reuse="steps", refresh=1, every=count, least=least, forecast=forecast
         )
-        chosen = tuple(n for n in range(calls) if quality.whole_selection.computes(n, calls))
+        chosen = quality.whole_selection.selected(calls)
         if len(chosen) < calls:
             found.setdefault(chosen, quality)
     return list(found.values())

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from maskfx.compiler.capture.roles import Argument
-from maskfx.compiler.capture.value_reads import tensors_in
+from maskfx.compiler.capture.value_reads import tensors_in, writes_first
 from maskfx.errors import CaptureError
 
 MAKERS = ("tensor", "as_tensor", "arange", "zeros", "ones", "full")
@@ -75,7 +75,7 @@ class HeldValues(TorchFunctionMode):
         known = all(self._number(value) is not None for value in given)
         if known and (name in CUTS or not symbolic):
             return self._computed(func, args, named)
-        if self.is_held(args[0]) and (name == "__setitem__" or name.rstrip("_") == name[:-1]):
+        if self.is_held(args[0]) and writes_first(name):
             raise CaptureError(f"{name} writes other values into one that the capture holds")
         picks = PICKS.get(name)
         found = None if picks is None else picks(self, *args, **named)

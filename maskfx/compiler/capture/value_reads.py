@@ -62,7 +62,7 @@ class ValueReads(TorchFunctionMode):
             return func(*args, **named)
         self.read |= self._of(list(deciding(name, args, given)))
         found = func(*args, **named)
-        written = given[:1] if name == "__setitem__" or name.rstrip("_") == name[:-1] else []
+        written = given[:1] if writes_first(name) else []
         for value in (*tensors_in(found), *written):
             self._sources[value] = own | self._of([value])
         return found
@@ -70,6 +70,11 @@ class ValueReads(TorchFunctionMode):
     def _of(self, tensors: Sequence[Tensor]) -> frozenset[int]:
         none = frozenset[int]()
         return none.union(*(self._sources.get(tensor, none) for tensor in tensors))
+
+
+def writes_first(name: str) -> bool:
+    """Return True for the name of a function that writes into its first argument."""
+    return name == "__setitem__" or name.rstrip("_") == name[:-1]
 
 
 def tensors_in(tree: object) -> Iterator[Tensor]:

@@ -52,5 +52,4 @@ def steps_left(member: CallMember) -> int:
     call = member.call
     if call.steps is None:
         return 1
-    selection = call.run.selection
-    return sum(selection.computes(step, call.steps) for step in range(call.step, call.steps)) or 1
+    return call.run.selection.left(call.step, call.steps) or 1

@@ -9,10 +9,9 @@ MOST = 8  # compilations that hold values, of one denoiser
 
 
 class HeldPrograms:
-    """Keeps at most `most` compilations that serve certain values of arguments only."""
+    """Keeps at most `MOST` compilations that serve certain values of arguments only."""
 
-    def __init__(self, most: int = MOST) -> None:
-        self.most = most
+    def __init__(self) -> None:
         self._used: list[Compilation] = []  # the last one was used last
 
     def use(self, one: Compilation) -> Compilation | None:
@@ -20,7 +19,7 @@ class HeldPrograms:
         if not holds_values(one):
             return None
         self._used = [other for other in self._used if other.capture is not one.capture] + [one]
-        return self._used.pop(0) if len(self._used) > self.most else None
+        return self._used.pop(0) if len(self._used) > MOST else None
 
     def clear(self) -> None:
         """Forget all of them."""
