@@ -4,7 +4,7 @@
 
 Runs `maskfx fit-forecast` with prompts that name a thing of the training's scenes, for pictures
 from noise and from a picture, and for edits of these scenes. `training.build` makes the pipeline's
-folder anew, so this comes after it. Takes about 15 minutes per pipeline.
+folder anew, so this comes after it. Takes about half an hour per pipeline.
 """
 
 from __future__ import annotations
