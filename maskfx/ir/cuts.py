@@ -109,15 +109,17 @@ class Cuts:
         return stop - start
 
     def add(self, segment: str, cut: Cut, sizes: Mapping[str, int]) -> bool:
-        """Add a cut of a sequence; return False if it is known or leaves less than two tokens.
+        """Add a cut; return False if it is known or leaves too few tokens.
 
-        Of a text, the same one token in every call may be left.
+        Each part of the picture has two at least, or one if it has one in every call; a part of
+        a text has one.
         """
         order = sorted({*self.places.get(segment, ()), cut}, key=lambda one: one.at(sizes))
         added = Cuts({**self.places, segment: tuple(order)})
         for number, part in enumerate(added.parts(segment)):
             start, stop = added.piece(segment, number).span(sizes[role_of(segment)], sizes)
-            if stop - start < 2 and fixed_count(part) is None or stop <= start:
+            least = 2 if is_image(segment) and fixed_count(part) is None else 1
+            if stop - start < least:
                 return False
         known = cut in self.places.get(segment, ())
         self.places[segment] = tuple(order)

@@ -49,6 +49,16 @@ def test_a_fixed_part_of_a_text_is_a_fixed_segment() -> None:
     assert cuts.parts("text:0") == ("fixed1", "text:0#1", "fixed2")
 
 
+def test_a_text_may_be_cut_down_to_single_tokens() -> None:
+    cuts = Cuts()
+    sizes = {**SIZES, "text:0": 3}
+    assert cuts.add("text:0", Cut(more=1), sizes)
+    assert cuts.add("text:0", Cut(more=2), sizes)
+    assert not cuts.add("text:0", Cut(more=3), sizes)
+    assert cuts.parts("text:0") == ("fixed1", "fixed1", "text:0#2")
+    assert cuts.size("text:0#2", sizes) == 1
+
+
 def test_names_of_other_segments_are_no_parts() -> None:
     assert piece_of("text:0#12@3") == ("text:0", 12)
     for name in ("image", "image@2", "grid1", "fixed3", "fill8_image#0", "fill8_text:0#1+fixed1"):
