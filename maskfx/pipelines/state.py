@@ -96,6 +96,11 @@ class PipelineState:
         return inspect.signature(self.call).parameters
 
     @property
+    def undecoded(self) -> dict[str, object]:
+        """The arguments with which a call returns latents; none if the pipeline can't."""
+        return {"output_type": "latent"} if "output_type" in self.parameters else {}
+
+    @property
     def accepts_mask(self) -> bool:
         """Whether the pipeline itself accepts a mask."""
         return self.mask_name is not None
