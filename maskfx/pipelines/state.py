@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -91,7 +92,7 @@ class PipelineState:
     # held during a call: threads take turns, because a run observes methods of its pipeline
     turn: threading.RLock = field(default_factory=threading.RLock)
 
-    @property
+    @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.call).parameters
 

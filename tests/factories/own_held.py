@@ -90,4 +90,5 @@ HELD: dict[str, tuple[Callable[..., Tensor], Callable[..., dict[str, Any]]]] = {
     "held-places": (told_apart, every_other),
 }
 for name, (arrange, inputs) in HELD.items():
-    own(name, partial(Held, arrange), inputs, quick=True, sizes=SIZES, mask_shape=packed)
+    quick = name != "held-slots"  # that of wide ones does the same and more
+    own(name, partial(Held, arrange), inputs, quick=quick, sizes=SIZES, mask_shape=packed)
