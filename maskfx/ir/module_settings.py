@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 
@@ -12,24 +12,31 @@ from torch import nn
 
 from maskfx.ir.callables import hooks_of, is_called, is_plain, lines_of
 from maskfx.ir.lent_methods import own_count, own_item, own_items
+from maskfx.ir.number_settings import Place, without_numbers
 
 
-def settings_of(module: nn.Module) -> str:
+def settings_of(module: nn.Module, numbers: Collection[Place] | None = None) -> str:
     """Return a digest of a module's plain values: scales of adapters, switches, names.
 
     Callables of its parts that aren't modules, such as attention processors, hold some too, and the
     hooks of its parts are functions that a graph contains. The code that computes the module has
     all of them as constants, so a captured graph is valid for these values only. The module's own
     hooks aren't among them: they act on its calls. Neither are methods that a step lends to parts.
+
+    Args:
+        module: the module.
+        numbers: where numbers are known to stand; if given, the digest is one of what isn't a
+            number.
     """
     found = hashlib.sha256()
     for name, part in module.named_modules():
         found.update(f"{name} {type(part).__name__} {part.training}".encode())
-        for line in state_of(part):
+        for line in state_of(part, (name,), numbers):
             found.update(line.encode())
         for key, value in own_items(vars(part)):
             if not key.startswith("_") and is_called(value):
-                for line in (f"{key}:", *lines_of(value), *state_of(value)):
+                lines = state_of(value, (name, key), numbers)
+                for line in (f"{key}:", *lines_of(value), *lines):
                     found.update(line.encode())
         for hooks in hooks_of(part) if name else ():
             for line in (line for hook in hooks.values() for line in lines_of(hook)):
@@ -193,7 +200,9 @@ class RunSettings:
         return self._switches.restored() if self._switches.changed() else nullcontext()
 
 
-def state_of(part: object) -> Iterator[str]:
+def state_of(
+    part: object, place: Place = (), numbers: Collection[Place] | None = None
+) -> Iterator[str]:
     """Yield the plain attributes of an object; of those beginning with _ only switches and names.
 
     Others are often bookkeeping, which changes from call to call; None may be a table that the
@@ -204,7 +213,8 @@ def state_of(part: object) -> Iterator[str]:
             continue
         known = value is not None and not key.startswith("_") and is_plain(value)
         if known or is_switch(value):
-            yield f"{key}={value!r}"
+            shown = value if numbers is None else without_numbers(value, (*place, key), numbers)
+            yield f"{key}={shown!r}"
 
 
 def is_switch(value: object) -> bool:

@@ -151,17 +151,17 @@ class PipelineState:
     def follow(self, name: str, closely: bool = False) -> RunSettings:
         """Return a denoiser's settings at the first call of a run.
 
-        Captures of other settings are discarded. Pipelines set some when they begin, such as
-        attention processors and scales, so those before the run may be others. During a run they
-        set switches alone; callbacks may set anything, so that all settings are compared at each
-        call (`closely`).
+        Captures of other settings are discarded, unless they read all that changed as tensors.
+        Pipelines set some when they begin, such as attention processors and scales, so those before
+        the run may be others. During a run they set switches alone; callbacks may set anything, so
+        that all settings are compared at each call (`closely`).
         """
         denoiser = self.denoisers[name]
         now, known = self._digest(self.acting, name, denoiser), CAPTURED.get(denoiser)
         if known is None or known[0] != now:
             CAPTURED[denoiser] = now, Switches(denoiser.module)
             if known is not None:
-                denoiser.forget()
+                denoiser.follow_settings()
         return RunSettings(CAPTURED[denoiser][1], self.acting[name] if closely else None)
 
     def restore_settings(self) -> None:

@@ -75,7 +75,7 @@ class CompiledDenoiser:
         self.module, self._loads = module, LoadChoice(module, settings, loader, link)
         self.compiled_with = self._loads.given
         self._weights = self._find_weights()
-        self._executor = BatchExecutor(settings, loader, self._weights.fingerprint)
+        self._executor = BatchExecutor(settings, loader, self._weights.recorded)
         self._known = self._find_programs(roles)
         self._samples = SampleCalls(module, self._known)
         self._batches = StepBatches(
@@ -98,6 +98,7 @@ class CompiledDenoiser:
         self.validated_once = partial(self._validator.held, lock=self._lock)
         self.in_place = self._changes.in_place
         self.watch_settings = self._changes.watch_settings
+        self.follow_settings = self._changes.follow_settings
         self.planner: Planner | None = None
         self.reads_apart = False  # whether other processes read what they need of stored rows
         self.level_shares: tuple[LevelShare, ...] = ()  # of its FLOPs, for predictions of costs
@@ -392,9 +393,6 @@ class CompiledDenoiser:
         return explain(self, mask_ratio)
 
     def forget(self) -> None:
-        """Drop all captures; the next call captures the module again.
-
-        Call it if the module now computes something else.
-        """
+        """Drop all captures; call it if the module now computes something else."""
         with self._lock:
             self._changes.forget()

@@ -17,6 +17,7 @@ from maskfx.ir.argument_checks import is_number, refuse
 from maskfx.ir.head_sources import AttentionWay, ByHead
 from maskfx.ir.lanes import grid_level
 from maskfx.ir.nodes import ancestors, module_path
+from maskfx.ir.number_settings import spelled
 from maskfx.ir.program import Program, SideGraph
 from maskfx.runtime.batch import flops
 from maskfx.runtime.batch.flops import RowSet
@@ -128,6 +129,10 @@ def sizes_line(compilation: Compilation) -> str:
     held = [leaf.path for leaf in capture.leaves if leaf.held]
     if held:
         kind += f", for these values of {', '.join(held)}, which sizes depend on"
+    if capture.numbers:
+        named = ", ".join(map(spelled, capture.numbers[:3]))
+        more = f" and {len(capture.numbers) - 3} more" if len(capture.numbers) > 3 else ""
+        kind += f", for any numbers in {named}{more}, which changed"
     sizes = flops.capture_sizes(capture.pyramid)
     seen = [f"{role} {n}" for role, n in sizes.items() if role not in ("y", "x")]
     if "y" in sizes:

@@ -58,6 +58,8 @@ class ModuleChanges:
             self.follow,
         )
         executor.own_weights = lambda: not self.in_place.written
+        weights.numbers = programs.numbers.digest
+        self._lock = lock
         self._watch: SettingsWatch | None = None
         self._ran: object = None
 
@@ -71,7 +73,7 @@ class ModuleChanges:
         self.in_place.leave()
         self.choose()
         if self._watch is not None and self._watch.changed():
-            self.forget()
+            self.follow_settings()
         change = self._weights.change()
         if change is WeightChange.TENSORS:  # captured graphs hold the old tensors
             self.forget()
@@ -79,6 +81,14 @@ class ModuleChanges:
             self._executor.graphs.stop_replays()
         elif change is not WeightChange.NONE:
             self.weights_changed()
+
+    def follow_settings(self) -> None:
+        """Drop all captures, or what was computed with numbers that captures read as tensors."""
+        with self._lock:
+            if self._programs.numbers.follow(self._programs.every):
+                self.weights_changed()
+            else:
+                self.forget()
 
     def settle(self) -> None:
         """Accept what the module's own run changed in it."""

@@ -99,6 +99,7 @@ class Weights:
         self.module, self._given = module, fingerprint
         self._writing, self._written = threading.RLock(), False
         self.runs = 0  # of the module itself in steps
+        self.numbers: Callable[[], str] = str  # of its settings, that graphs read; see `recorded`
         self.restart()
 
     def restart(self) -> None:
@@ -243,6 +244,13 @@ class Weights:
             if self._print is None:
                 self._print = self._computed()
             return self._print
+
+    def recorded(self) -> str:
+        """Return what recordings carry: the fingerprint, and numbers of settings that graphs read.
+
+        Other numbers of the settings are constants of a graph.
+        """
+        return self.fingerprint() + self.numbers()
 
     def _computed(self) -> str:
         seen, sums = hashlib.sha256(), dict[int, tuple[object, Callable[[], object], bytes]]()

@@ -12,7 +12,19 @@ from torch import Tensor, nn
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
 
 import maskfx
-from tests.factories.pipelines import PIPES, Steps, call_of, distance, latents, square, white
+from maskfx.compiler.capture.capture import capture
+from maskfx.runtime.programs import program_cache
+from tests.factories.pipelines import (
+    PIPES,
+    Steps,
+    call_of,
+    distance,
+    latents,
+    pipe_of,
+    square,
+    white,
+)
+from tests.factories.small_unets import sd
 
 pytestmark = pytest.mark.slow
 
@@ -152,6 +164,35 @@ def encoder() -> CLIPVisionModelWithProjection:
         patch_size=56,
     )
     return CLIPVisionModelWithProjection(config).eval()
+
+
+def test_a_scale_that_changes_again_needs_no_capture(monkeypatch: pytest.MonkeyPatch):
+    def build() -> Any:
+        return told_of_pictures(pipe_of("StableDiffusionPipeline", sd), 1)
+
+    original, pipe = build(), maskfx.compile(build(), quality="all-steps")
+    captures: list[int] = []
+
+    def counted(*given: Any, **named: Any) -> Any:
+        captures.append(1)
+        return capture(*given, **named)
+
+    monkeypatch.setattr(program_cache, "capture", counted)
+    shown = {name: [value] for name, value in of_states(1).items()}
+    kind, found, seen = PIPES["StableDiffusionPipeline"], [], []
+    for scale in (0.2, 0.5, 0.9, 0.3):
+        for one in (pipe, original):
+            one.set_ip_adapter_scale(scale)
+        captures.clear()
+        template = pipe(**call_of(kind, 0), **shown, record=True).template
+        edited = latents(pipe, **call_of(kind, 0, square()), **shown, template=template)
+        wanted = latents(original, **call_of(kind, 0), **shown)
+        assert distance(edited, wanted) < 1e-4
+        found.append(wanted)
+        seen.append(bool(captures))
+    assert seen == [True, True, False, False]
+    assert all(distance(a, b) > 1e-3 for a, b in pairwise(found))
+    assert "processor.scale[0]" in maskfx.explain(pipe)
 
 
 def of_states(seed: int) -> dict[str, Any]:

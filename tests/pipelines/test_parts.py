@@ -15,7 +15,7 @@ from maskfx.config import Settings
 from maskfx.errors import InputError, MaskError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.digests import digest
-from maskfx.pipelines.handlers.call_handler import DenseHandler
+from maskfx.pipelines.handlers.call_handler import DenseHandler, RecordHandler
 from maskfx.pipelines.handlers.edit_handler import EditHandler
 from maskfx.pipelines.handlers.template_reader import TemplateReader
 from maskfx.pipelines.masks.mask_grids import MaskGrids, picture_part
@@ -617,6 +617,24 @@ def test_latents_outside_the_mask_are_the_templates_at_every_step():
         assert torch.equal(found[:, :, inside], own[:, :, inside])
         assert torch.equal(found[:, :, ~inside], kept.expand(2, -1, -1, -1)[:, :, ~inside])
     assert torch.equal(handler.after_step(1, own), own)  # no such step
+
+
+def test_each_chunk_of_a_run_begins_with_its_own_recorded_latents():
+    library = TemplateLibrary(Tiers(host_bytes=1 << 20))
+    chunks, own = torch.randn(2, 1, 4, 3, 4), torch.randn(1, 4, 3, 4)
+    recording = RecordHandler(library, "t")
+    for chunk in chunks:
+        recording.prepare([chunk, 6], 6, 8, None)
+    recording.finish()
+    reader = TemplateReader(library, TemplateSource("t"))
+    handler = EditHandler(MASK, Quality(margin=0), reader)
+    inside = torch.zeros(3, 4, dtype=torch.bool)
+    inside[:2, 1:3] = True
+    for chunk in chunks:
+        begun, number = handler.prepare([own, 6], 6, 8, None)
+        assert torch.equal(begun[:, :, ~inside], chunk[:, :, ~inside])
+        assert torch.equal(begun[:, :, inside], own[:, :, inside])
+        assert number == 6
 
 
 def test_surroundings_are_the_same_in_every_process():

@@ -17,7 +17,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 
@@ -34,6 +34,7 @@ from maskfx.compiler.capture.export import (
 )
 from maskfx.compiler.capture.grid_numbers import axis_of
 from maskfx.compiler.capture.light_run import NotLight, light_twin
+from maskfx.compiler.capture.number_inputs import as_inputs, read_by
 from maskfx.compiler.capture.obstacles import obstacle
 from maskfx.compiler.capture.plain_attention import plain_attention
 from maskfx.compiler.capture.recurrent_layers import RecurrentLayers
@@ -45,6 +46,7 @@ from maskfx.compiler.capture.whole import WholeModules, has_unknown_size
 from maskfx.ir import progress
 from maskfx.ir.callables import is_called
 from maskfx.ir.lanes import set_lane
+from maskfx.ir.number_settings import Place
 from maskfx.ir.objects import new_objects
 from maskfx.ir.other_sizes import SizeExpr, other_bases
 from maskfx.ir.pyramid import Pyramid
@@ -76,6 +78,7 @@ def capture(
     held: bool = False,
     still: bool = False,
     kept: str = "",
+    numbers: Mapping[Place, Tensor] | None = None,
 ) -> Capture:
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
@@ -96,6 +99,7 @@ def capture(
         grid: tokens are the sites of a picture whose sides are integer arguments.
         held, still: constants are values that sizes depend on; the picture's sizes.
         kept: the attribute in which the module keeps tensors of each call; "" if in none.
+        numbers: tensors that the graph reads in place of numbers of the module's settings.
     """
     _, values, spec = roles_.flatten(inputs)
     found = roles_.infer(module, inputs, roles, grid)
@@ -123,7 +127,7 @@ def capture(
         with new_objects():
             example = pytree.tree_unflatten(resize(leaves, values, call.sizes, wanted), spec)
         try:
-            result = captured_at(whole, call, example, wanted, symbolic, notes)
+            result = captured_at(whole, call, example, wanted, symbolic, notes, numbers or {})
             result.compared = compare
             result.reads = any(map(has_unknown_size, result.nodes))
         except Unexportable as error:
@@ -140,7 +144,7 @@ def capture(
             continue
         result.single = single
         if result.serves(module, spec, values, call.sizes):
-            return unless_thin(result, whole, call, wanted, notes)
+            return unless_thin(result, whole, call, wanted, notes, numbers or {})
         notes.append(
             f"export with {kind} sizes {wanted}: not valid for the call's own {call.sizes}"
         )
@@ -160,7 +164,12 @@ def capture(
 
 
 def unless_thin(
-    found: Capture, whole: WholeModules, call: ExampleCall, sizes: Sizes, notes: Sequence[str]
+    found: Capture,
+    whole: WholeModules,
+    call: ExampleCall,
+    sizes: Sizes,
+    notes: Sequence[str],
+    numbers: Mapping[Place, Tensor],
 ) -> Capture:
     """Return a capture at sizes at which no size that is computed is 0 or 1, or the one found."""
     assert found.module is not None
@@ -171,7 +180,7 @@ def unless_thin(
     try:
         with new_objects():
             example = pytree.tree_unflatten(values, call.spec)
-        other = captured_at(whole, call, example, wanted, True, notes)
+        other = captured_at(whole, call, example, wanted, True, notes, numbers)
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception:
@@ -216,12 +225,16 @@ def captured_at(
     sizes: Sizes,
     symbolic: bool,
     notes: Sequence[str],
+    numbers: Mapping[Place, Tensor],
 ) -> Capture:
     """Export the module as it runs on arguments of these sizes; raise if that fails."""
 
     def attempt() -> Capture:
-        exported, answers = exported_with(whole, example, call.leaves, symbolic)
-        return finish(exported, call, sizes, symbolic, notes, answers)
+        with as_inputs(whole.module, whole.own, numbers) as facts:
+            exported, answers = exported_with(whole, example, call.leaves, symbolic)
+        made = finish(exported, call, sizes, symbolic, notes, answers)
+        made.facts, made.numbers = facts, read_by(made.module, numbers)
+        return made
 
     with CAPTURING, quiet(), plain_attention(), RecurrentLayers():
         try:

@@ -15,9 +15,11 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.branches import Decisions, version_of
+from maskfx.compiler.capture.number_inputs import NumberFact
 from maskfx.compiler.capture.roles import Argument, Sizes
 from maskfx.compiler.capture.value_reads import is_held
 from maskfx.ir.cuts import NUMBER
+from maskfx.ir.number_settings import Place
 from maskfx.ir.objects import copied_tree
 from maskfx.ir.other_sizes import SizeExpr
 from maskfx.ir.pyramid import Pyramid
@@ -57,6 +59,9 @@ class Capture:
         interrupted: whether the operating system ended an attempt without a graph, as where too
             many files are open; another process may succeed.
         reads: whether sizes depend on what a tensor holds, or attempts failed because they do.
+        numbers: where the numbers of the module's settings stand that the graph reads as tensors.
+        facts: what else it was made for of these numbers.
+        holds: whether the facts are as they were.
         autocast: the types that `torch.autocast` computed in around the capture; calls for which
             these differ get captures of their own.
     """
@@ -78,6 +83,9 @@ class Capture:
     compared: bool = True
     interrupted: bool = False
     reads: bool = False
+    numbers: list[Place] = field(default_factory=list)
+    facts: list[NumberFact] = field(default_factory=list)
+    holds: bool = True
     autocast: list[str] = field(default_factory=autocast_dtypes)
     verdicts: dict[tuple[object, ...], bool] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
@@ -109,7 +117,9 @@ class Capture:
         guards of an export also exclude sizes that the graph serves well. So each new size is
         compared with the module once; guards decide only where there is no data to compare.
         """
-        if spec != self.in_spec or self._other_constants(values) or not self._same_frozen(sizes):
+        if not self.holds or spec != self.in_spec:
+            return False
+        if self._other_constants(values) or not self._same_frozen(sizes):
             return False
         if self.autocast != autocast_dtypes():
             return False

@@ -182,7 +182,8 @@ class RecordHandler(DenseHandler):
     codes: bool = False
     skips: bool = False
     _schedule: Schedule | None = None
-    _start: list[Tensor] = field(default_factory=list)
+    _start: list[Tensor] = field(default_factory=list)  # of the pipeline, or chunk, that runs now
+    _starts: list[Tensor] = field(default_factory=list)  # all that were prepared, in order
     _recording: set[CallPosition] = field(default_factory=set)  # calls that are being computed
     _parts: dict[str, RecordedPart] = field(default_factory=dict)
 
@@ -198,6 +199,7 @@ class RecordHandler(DenseHandler):
         self, outputs: Sequence[object], height: int | None, width: int | None, box: Box | None
     ) -> Sequence[object]:
         self._start = [v.clone() for v in outputs if isinstance(v, Tensor)]
+        self._starts += self._start
         return outputs
 
     def choose(self, part: CallPart) -> AnyStep:
@@ -248,4 +250,4 @@ class RecordHandler(DenseHandler):
 
     def finish(self) -> None:
         self.library.decide_shares(self.template, self._parts)
-        self.library.finish(self.template, self._start, self._schedule)
+        self.library.finish(self.template, self._starts, self._schedule)

@@ -62,6 +62,7 @@ class EditHandler:
     video: VideoMask = field(default_factory=VideoMask)
     in_full: bool = False  # a call that has a recording was computed without it
     _grids: MaskGrids | None = None  # None until latents or inputs are known
+    _prepared: int = 0  # initial latents so far; videos are made in chunks, each from its own
     _sessions: dict[str, EditSession] = field(default_factory=dict)
     _acting: dict[str, Updates] = field(default_factory=dict)  # of each session
     _asked: dict[CallPosition, EditSession] = field(default_factory=dict)
@@ -113,7 +114,8 @@ class EditHandler:
         self._grids = grids
         if self.template is None or grids.latents is None:
             return outputs
-        recorded = iter(self.template.initial_latents())
+        recorded = iter(self.template.initial_latents()[self._prepared :])
+        self._prepared += sum(isinstance(value, Tensor) for value in outputs)
         blended = [
             self._blend(v, next(recorded, None)) if isinstance(v, Tensor) else v for v in outputs
         ]

@@ -57,7 +57,7 @@ def run_in_full(call: ValidatedCall, module: nn.Module, weights: Weights) -> obj
         return pytree.tree_unflatten(blended(flat, call), spec)
     if isinstance(step, RecordStep):
         given = [] if graph is None else copies(inputs.values)
-        return output, call.recording(copies(flat), weights.fingerprint(), given)
+        return output, call.recording(copies(flat), weights.recorded(), given)
     return output
 
 

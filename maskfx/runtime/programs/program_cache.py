@@ -33,6 +33,7 @@ from maskfx.runtime.programs.attempts import Attempt, narrowest, tried_in_vain
 from maskfx.runtime.programs.buffer_states import BufferStates
 from maskfx.runtime.programs.held_programs import HeldPrograms
 from maskfx.runtime.programs.kept_tensors import kept_in_calls
+from maskfx.runtime.programs.number_settings import NumberSettings
 from maskfx.runtime.programs.program_files import ProgramFiles, compiled_as
 from maskfx.runtime.programs.proof import (
     Size,
@@ -82,6 +83,7 @@ class ProgramCache:
         self._files: ProgramFiles | None = None
         self._noted: tuple[int, ...] = ()
         self._held = HeldPrograms()
+        self.numbers = NumberSettings(module)
         self._copies: tuple[Path, ProgramFiles, tuple[int, ...]] | None = None
 
     def serving(
@@ -95,7 +97,7 @@ class ProgramCache:
 
         With `single` they are of one sample, and so is the compilation.
         """
-        if self.settings.programs is not None and self._files is None:
+        if self.settings.programs is not None and not (self._files or self.numbers.inputs):
             self._files = self._read(Path(self.settings.programs))
         found = self._serving(inputs, values, spec, single)
         if (old := self._held.use(found)) is not None:
@@ -142,8 +144,8 @@ class ProgramCache:
 
     def _add(self, compilation: Compilation) -> None:
         self.every.append(compilation)
-        program = compilation.program
-        if program is not None:
+        self.numbers.noted()
+        if (program := compilation.program) is not None:
             compilation.program = self.programs.setdefault(program.code, program)
 
     def _drop(self, old: Compilation) -> None:
@@ -202,7 +204,7 @@ class ProgramCache:
 
     def _shares(self, values: list[object]) -> bool:
         """Return True if captures may serve equal modules, and theirs this one."""
-        dense = self.settings.mode == "dense" or bool(self._kept)
+        dense = self.settings.mode == "dense" or bool(self._kept or self.numbers.inputs)
         return not dense and self._files is None and not has_meta(self.module, values)
 
     @torch.no_grad()
@@ -249,7 +251,7 @@ class ProgramCache:
 
     def _compiled(self, inputs: dict[str, object], how: Attempt) -> Compilation:
         options = {**asdict(how), "compare": self.compares, "kept": self._kept}
-        found = capture(self.module, inputs, self.roles, **options)
+        found = capture(self.module, inputs, self.roles, numbers=self.numbers.noted(), **options)
         plans, stretches = bool(self.settings.plans), self.settings.stretches
         return compile_capture(found, plans=plans, stretches=stretches, layouts=self.layouts)
 

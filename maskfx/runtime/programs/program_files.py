@@ -96,10 +96,11 @@ class ProgramFiles:
     def save(self, compilation: Compilation) -> None:
         """Write a new compilation; one that can't be written is compiled again by each process.
 
-        So is one without a program that the operating system's state may have prevented.
+        So is one without a program that the operating system's state may have prevented, and one
+        that reads numbers of the settings, which the other process may have set otherwise.
         """
         capture, program = compilation.capture, compilation.program
-        if program is None and capture.interrupted:
+        if program is None and capture.interrupted or capture.numbers:
             return
         sizes = capture.frozen, capture.single, capture.autocast
         constants = {i: content(v) or v for i, v in capture.constants.items()}

@@ -175,7 +175,7 @@ class Validator:
 
     def _fit(self, step: EditStep, inputs: ValidatedInputs, mask: Mask) -> Fit:
         """Check that an edit's recording fits its mask and inputs, unless that is known."""
-        cache, weights = recorded_step(step.cache), self.weights.fingerprint()
+        cache, weights = recorded_step(step.cache), self.weights.recorded()
         facts = (inputs.program_code, inputs.sizes, inputs.latent.dtype, weights, inputs.constants)
         fits = self._fits.get(cache)
         fit = None if fits is None else fits.get(mask)
