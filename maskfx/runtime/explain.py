@@ -128,6 +128,9 @@ def sizes_line(compilation: Compilation) -> str:
     held = [leaf.path for leaf in capture.leaves if leaf.held]
     if held:
         kind += f", for these values of {', '.join(held)}, which sizes depend on"
+    sides = [leaf.path for leaf in capture.leaves if leaf.sides and not leaf.held]
+    if sides:
+        kind += f", for pictures whose sides are the numbers in {', '.join(sides)}"
     sizes = flops.capture_sizes(capture.pyramid)
     seen = [f"{role} {n}" for role, n in sizes.items() if role not in ("y", "x")]
     if "y" in sizes:
