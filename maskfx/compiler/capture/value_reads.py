@@ -114,20 +114,30 @@ def is_holdable(leaf: Argument, value: object) -> bool:
 
 
 def with_held(
-    module: nn.Module, leaves: Sequence[Argument], values: Sequence[object], spec: pytree.TreeSpec
+    module: nn.Module,
+    leaves: Sequence[Argument],
+    values: Sequence[object],
+    spec: pytree.TreeSpec,
+    sides: bool = False,
 ) -> list[Argument]:
     """Return the arguments; those are held whose contents decide sizes or are read by Python.
 
-    None is held if the samples of a call differ in one of them.
+    None is held if the samples of a call differ in one of them, or if the module fails. Tensors
+    with sides of the picture are held with `sides` only.
     """
     pairs = list(enumerate(zip(leaves, values, strict=True)))
-    own = {i for i, (leaf, value) in pairs if is_holdable(leaf, value)}
+    free = {i for i, leaf in enumerate(leaves) if leaf.sides and not sides}
+    own = {i for i, (leaf, value) in pairs if is_holdable(leaf, value)} - free
     inputs = copied_tree(values, spec)
     given = pytree.tree_leaves(inputs)
     reads = ValueReads({i: given[i] for i in own})
-    if own:
+    try:
         with torch.no_grad(), reads:
-            module(**inputs)
+            _ = module(**inputs) if own else None
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception:  # what it is, a run of the module shows
+        return list(leaves)
     alike = all(held_value(leaves[i], values[i]) is not None for i in reads.read)
     return [replace(leaf, held=alike and i in reads.read) for i, leaf in enumerate(leaves)]
 
@@ -149,4 +159,9 @@ def is_held(leaf: Argument, held: Tensor, value: object) -> bool:
     sizes = zip(leaf.roles, held.shape, value.shape, strict=True)
     if any(n != m and role != "batch" for role, n, m in sizes):
         return False
-    return bool((value == held.to(value.device)).all())
+    same = value == held.to(value.device)
+    if leaf.sides and not leaf.held:  # other pictures have other sides, and all samples the same
+        alike = value == (value[:1] if leaf.roles[0] == "batch" else value)
+        sides = torch.tensor([bool(role) for role in leaf.sides], device=value.device)
+        same = alike & (same | sides.view(held.shape))
+    return bool(same.all())
