@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import ClassifierFreeGuidance, CogVideoXDDIMScheduler, UniPCMultistepScheduler
 from PIL import Image
@@ -32,6 +33,22 @@ class VideoKind:
     side: int = SIDE  # of each frame
     frames: int = FRAMES  # of the result
     given: int = 0  # the first of them, which follow from a video that is passed
+    arrays: bool = False  # whether a video and its mask are tensors (1, colours, frames, …)
+    chunks: bool = False  # whether calls make some frames, masked where any frame of the video is
+
+    def given_as(self, pictures: list[Image.Image]) -> Any:
+        """A video or its mask as the pipeline takes it."""
+        if not self.arrays:
+            return pictures
+        found = torch.stack([torch.from_numpy(np.array(one)) for one in pictures])
+        found = found[..., None] if found.dim() == 3 else found
+        return found.movedim(-1, 0)[None] / 255
+
+
+def videos_of(result: Any) -> Any:
+    """The videos of a result as an array: (videos, frames, height, width, colours)."""
+    found = np.asarray(result.frames if "frames" in result else result.images)
+    return found if found.ndim == 5 else found[None]
 
 
 def film(seed: int = 0, side: int = SIDE, frames: int = FRAMES) -> list[Image.Image]:
@@ -359,4 +376,4 @@ VIDEO_KINDS: dict[str, VideoKind] = {
     )
 }
 
-__all__ = ["FRAMES", "HEADS", "VIDEO_KINDS", "VideoKind", "film", "moving"]
+__all__ = ["FRAMES", "HEADS", "VIDEO_KINDS", "VideoKind", "film", "moving", "videos_of"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,7 +16,7 @@ def roles_by_channels(
     """Return the roles of a video, or of a picture whose channels come last; None for others."""
     value, channels = tensors[primary], input_channels(module)
     if value.dim() == 5:
-        return video_roles(primary, tensors, channels)
+        return video_roles(primary, tensors, channels + channels_in_patches(module))
     last = has_channels_last(value, channels + layer_sizes(module, "in_features"))
     return ("batch", "y", "x", "") if last else None
 
@@ -26,6 +27,17 @@ def input_channels(module: torch.nn.Module) -> list[int]:
     named = dict(config).items() if isinstance(config, Mapping) else ()
     found = [n for name, n in named if name.startswith("in_") and isinstance(n, int)]
     return found + layer_sizes(module, "in_channels")
+
+
+def channels_in_patches(module: torch.nn.Module) -> list[int]:
+    """Return the number of channels of the first linear layer, if it may take patches."""
+    config = getattr(module, "config", None)
+    patch = dict(config).get("patch_size") if isinstance(config, Mapping) else None
+    sizes = layer_sizes(module, "in_features")
+    if not sizes or not isinstance(patch, (tuple, list)) or len(patch) != 3:
+        return []
+    number, left = divmod(sizes[0], math.prod(patch))
+    return [] if left else [number]
 
 
 def layer_sizes(module: torch.nn.Module, name: str) -> list[int]:

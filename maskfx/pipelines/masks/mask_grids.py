@@ -38,7 +38,7 @@ class MaskGrids:
 
     def of_latents(self, latents: Tensor) -> Tensor | None:
         """Return the mask over these latents, on their device, ready to broadcast."""
-        key = latents.shape[1:], latents.device
+        key = latents.shape, latents.device
         if key not in self._over:
             mask = self._of_shape(latents.shape)
             self._over[key] = None if mask is None else moved(mask, latents.device)
@@ -56,6 +56,8 @@ class MaskGrids:
         if len(shape) not in (4, 5, 6):
             return None
         last, before = tuple(shape[-2:]), tuple(shape[-3:-1])
+        if count := self._frames_beside(shape):
+            return self.frames(count, last).repeat(shape[0] // count, 1, 1)[:, None]
         if len(shape) != 5 or self.video.frames is None:
             last_axis = self._has_channels_last(shape)
             return self.grid(before)[..., None] if last_axis else self.grid(last)
@@ -64,6 +66,14 @@ class MaskGrids:
             return self.frames(shape[axis], before)[..., None]
         masks = self.frames(shape[axis], last)
         return masks if axis == 2 else masks[:, None]
+
+    def _frames_beside(self, shape: Sequence[int]) -> int:
+        """Return the number of frames if a step gets each as a picture; else 0."""
+        own = self.latents
+        if own is None or self.video.frames is None or own.dim() != 5 or len(shape) != 4:
+            return 0
+        count = own.shape[self._frames_axis(own.shape)]
+        return count if shape[0] == len(own) * count else 0
 
     def _has_channels_last(self, shape: Sequence[int]) -> bool:
         """Return True if the channels of latents are behind their rows and columns."""

@@ -165,11 +165,14 @@ def overlay_video(
     """Replace the pixels of videos outside the mask by the original's, unchanged.
 
     Args:
-        frames: Videos: lists of pictures, or an array with the videos first and then their frames.
+        frames: Videos: lists of pictures, or an array with the videos first and then their frames;
+            or one video.
         original: The frames of the original, or of several.
         masks: One for each frame, or one for all.
         feather: See `Quality.feather`.
     """
+    if isinstance(frames, (Tensor, np.ndarray)) and frames.ndim == 4:
+        return overlay_video(frames[None], original, masks, feather)[0]
     if isinstance(frames, (Tensor, np.ndarray)) and frames.ndim == 5:
         done = overlay_video([list(video) for video in frames], original, masks, feather)
         if isinstance(frames, Tensor):
