@@ -133,20 +133,27 @@ def test_sides_that_change_between_recording_and_edit() -> None:
 
 
 def test_samples_with_sides_of_their_own() -> None:
-    """A row per sample: equal ones run on rows, others as the module computes them."""
+    """A row per sample, of which a padded sequence is cut: samples run one by one."""
     case = OWN["sides-of-each"]
     denoiser = maskfx.compile(case.build())
     check(denoiser, case.inputs(TALL, 3), case.inputs(SQUARE, 3))
     assert all(narrowed(denoiser))
-    other = case.inputs(TALL, 3)
-    other["img_sizes"] = torch.tensor([[6, 4], [3, 8]])  # as many tokens, in other rows
-    module = TOKENS.build()
-    plain = maskfx.compile(module)
-    check(plain, TOKENS.inputs(Size(2, 6, 4, 5), 3))
-    mixed = {**TOKENS.inputs(Size(2, 6, 4, 5), 3), "img_sizes": other["img_sizes"]}
-    assert_near(plain.batch([mixed])[0], module(**mixed))  # the module reads the first row alone
-    mixed["img_sizes"] = other["img_sizes"].flip(0)
-    assert_near(plain.batch([mixed])[0], module(**mixed))
+
+
+@pytest.mark.parametrize("sample", [0, -1])
+def test_samples_whose_sides_differ(sample: int) -> None:
+    """Both pictures have as many tokens; the module convolves all as one of them has its rows."""
+    read = partial(row_of, sample)
+    denoiser = maskfx.compile(built(partial(SidesOfTokens, read)))
+    alike = TOKENS.inputs(Size(2, 6, 4, 5), 3)
+    check(denoiser, alike)
+    for numbers in ([[6, 4], [3, 8]], [[3, 8], [6, 4]]):
+        mixed = {**alike, "img_sizes": torch.tensor(numbers)}
+        assert_near(denoiser.batch([mixed])[0], denoiser.module(**mixed))
+
+
+def row_of(sample: int, img_sizes: Tensor) -> tuple[int, ...]:
+    return tuple(img_sizes[sample].tolist())
 
 
 def test_a_square_picture_shows_the_order_by_what_is_computed() -> None:
@@ -159,6 +166,36 @@ def test_a_square_picture_shows_the_order_by_what_is_computed() -> None:
     check(denoiser, *map(width_first, (SQUARE, TALL, WIDE)))
     assert denoiser.mask_shape(width_first(WIDE)) == (4, 12)
     assert roles(denoiser) == [("x", "y")]
+
+
+def test_packed_tokens_keep_their_masks_where_the_order_of_sides_is_unclear() -> None:
+    """The tokens are convolved as a picture of other sides: no order of the two fits."""
+    denoiser = maskfx.compile(built(partial(SidesOfTokens, halved)))
+    inputs = TOKENS.inputs(WIDE, 3)
+    check(denoiser, inputs)
+    assert denoiser.mask_shape(inputs) == (48,)
+
+
+def halved(img_sizes: Tensor) -> tuple[int, ...]:
+    h, w = img_sizes[0].tolist()
+    return h * w // 2, 2
+
+
+class Unread(SidesOfTokens):
+    """Sides that are read, and equal numbers that are a place in a table."""
+
+    def forward(  # type: ignore[override]
+        self, sample: Tensor, timestep: Tensor, context: Tensor, img_sizes: Tensor, place: Tensor
+    ) -> Tensor:
+        table = torch.arange(400.0).sin().reshape(100, 4)
+        return super().forward(sample + table[place][:, None], timestep, context, img_sizes)
+
+
+def test_numbers_that_python_does_not_read_are_no_sides() -> None:
+    denoiser = maskfx.compile(built(partial(Unread, listed)))
+    for place in (36, 5):
+        check(denoiser, {**TOKENS.inputs(SQUARE, 3), "place": torch.tensor([place])})
+    assert narrowed(denoiser) == [True]
 
 
 def test_a_mask_is_held_beside_sides() -> None:

@@ -37,7 +37,12 @@ from maskfx.compiler.capture.recurrent_layers import RecurrentLayers
 from maskfx.compiler.capture.roles import Argument, Sizes
 from maskfx.compiler.capture.routings import presumed, with_experts
 from maskfx.compiler.capture.twin import NoTwin
-from maskfx.compiler.capture.value_reads import depends_on_values, held_value, with_held
+from maskfx.compiler.capture.value_reads import (
+    depends_on_values,
+    held_value,
+    read_numbers,
+    with_held,
+)
 from maskfx.compiler.capture.whole import WholeModules, has_unknown_size
 from maskfx.ir import progress
 from maskfx.ir.callables import is_called
@@ -94,23 +99,24 @@ def capture(
         fixed: whether no size is symbolic.
         one: capture a batch of one sample, whose operators may run on batches of any size.
         compare: compare the graph with the module at the sizes of the inputs.
-        grid: tokens are the sites of a picture whose sides are numbers among the arguments, and
-            so are numbers in tensors that Python reads.
+        grid: tokens are the sites of a picture whose sides are numbers among the arguments, or in
+            tensors that Python reads.
         turned: in tensors, the picture's width stands before its height.
         held, still: constants are values that sizes depend on; the picture's sizes.
         kept: the attribute in which the module keeps tensors of each call; "" if in none.
         numbers: tensors that the graph reads in place of numbers of the module's settings.
     """
     _, values, spec = roles_.flatten(inputs)
-    found = infer(module, inputs, roles, grid, turned)
+    read = read_numbers(module, inputs) if grid else set[str]()
+    found = infer(module, inputs, roles, grid, read, turned)
     leaves = [replace(leaf, held_sizes=still) for leaf in found]
     if held:
         leaves = with_held(module, leaves, values, spec, sides=still)
         attempt = any(leaf.held for leaf in leaves)
     if grid and not held:
         attempt = any(leaf.sides or leaf.roles and not leaf.tensor for leaf in leaves)
-    if turned and found == infer(module, inputs, roles, grid):
-        attempt = False
+    if turned:
+        attempt = attempt and found != infer(module, inputs, roles, grid, read)
     call = ExampleCall(leaves, values, spec, roles_.observed_sizes(leaves, values))
     notes, interrupted, reads = list[str](), False, False
     listed = listed_samples(leaves)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,12 +44,19 @@ def infer(
     inputs: Mapping[str, object],
     override: Mapping[str, Roles] | None,
     grid: bool = False,
+    read: Collection[str] = (),
     turned: bool = False,
 ) -> list[Argument]:
     """Return the leaves of `inputs` with their roles.
 
-    With `grid`, numbers among the arguments or in small tensors may be the picture's sides, and
-    tokens its sites; with `turned`, width stands before height in tensors. Integers come first.
+    Args:
+        module: the denoiser.
+        inputs: its arguments.
+        override: roles that aren't inferred.
+        grid: whether numbers among the arguments, or else in tensors, may be the picture's sides,
+            and tokens its sites.
+        read: the tensors whose numbers Python reads.
+        turned: whether width stands before height in tensors.
     """
     paths, values, _ = flatten(inputs)
     tensors = {p: v for p, v in zip(paths, values, strict=True) if isinstance(v, torch.Tensor)}
@@ -71,7 +78,8 @@ def infer(
     picture = picture_sizes(primary, tensors[primary], own, alone)
     packed = picture.tokens if grid and own is None else None
     numbers = {} if packed is None else grid_numbers(paths, values, packed)
-    small = small_numbers(tensors, picture, override) if grid and not numbers else {}
+    readable = {p: v for p, v in tensors.items() if p in read and p not in override}
+    small = small_numbers(readable, picture) if grid and not numbers else {}
     if packed is not None:
         pairs = zip(paths, values, strict=True)
         sides = dict(side_of(numbers[p][0], v) for p, v in pairs if p in numbers)
@@ -108,10 +116,10 @@ def infer(
 
 
 def small_numbers(
-    tensors: Mapping[str, torch.Tensor], picture: PictureSizes, override: Mapping[str, Roles]
+    tensors: Mapping[str, torch.Tensor], picture: PictureSizes
 ) -> dict[str, list[int]]:
     """Return the whole numbers of each sample that small tensors of the request have."""
-    own = {p: v for p, v in tensors.items() if not is_step(p) and p not in override}
+    own = {p: v for p, v in tensors.items() if not is_step(p)}
     found = {path: small_wholes(value, picture.batch) for path, value in own.items()}
     return {path: numbers for path, numbers in found.items() if numbers}
 

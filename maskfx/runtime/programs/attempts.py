@@ -72,10 +72,11 @@ def narrowest(
             new = better(new, compiled(inputs, replace(way, one=True)))
         if asks_for_size(new):
             new = better(new, compiled(inputs, replace(way, single=single, fixed=True)))
+    holds = False
     if new.reasons and new.capture.reads:
-        new = better(new, with_values(compiled, inputs, single, sides))
+        found = with_values(compiled, inputs, single, sides)
+        holds, new = holds_values(found) and found.program is not None, better(new, found)
     if runs_mostly_in_full(new):
-        holds = holds_values(new)
         new = better(new, compiled(inputs, Attempt(single=single, held=holds, still=True)))
         if not single and new.reasons:
             new = better(new, compiled(inputs, Attempt(one=True, held=holds, still=True)))
