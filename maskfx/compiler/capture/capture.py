@@ -156,9 +156,7 @@ def capture(
         result.single = single
         if result.serves(module, spec, values, call.sizes):
             return unless_thin(result, whole, call, wanted, notes, numbers or {})
-        notes.append(
-            f"export with {kind} sizes {wanted}: not valid for the call's own {call.sizes}"
-        )
+        notes.append(f"export with {kind} sizes {wanted}: not valid for the call's {call.sizes}")
     return Capture(
         module=None,
         leaves=leaves,
