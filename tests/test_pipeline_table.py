@@ -13,6 +13,7 @@ import tests.factories.late_pipelines
 import tests.factories.modular_pipelines
 import tests.factories.more_pipelines
 import tests.factories.staged_pipelines
+import tests.factories.text_pipelines
 import tests.factories.unet_pipelines  # noqa: F401  (cases register themselves)
 from tests.factories.pipelines import PIPES
 

@@ -26,7 +26,7 @@ from maskfx.pipelines.parts.pipeline import Pipeline, attributes_of
 
 LOGGER = "diffusers.modular_pipelines.modular_pipeline"  # where blocks log the errors they raise
 BLOCKS = "_blocks"  # diffusers' attribute of a modular pipeline
-IMAGES = "images"  # the state's name of finished pictures
+MADE = ("images", "videos")  # the state's names of finished pictures, or of finished videos
 LATENTS = "latents"
 Prepare = Callable[[Any, int | None, int | None], Any]  # of initial latents, height, width
 
@@ -78,11 +78,12 @@ def call_of_blocks(pipe: Pipeline, original: Callable[..., Any]) -> Callable[...
         bound.arguments.pop("output", None)
         state = original(*bound.args, **bound.kwargs)
         state.values.update({name: force_all(value) for name, value in state.values.items()})
-        return BlocksResult(state, state.values.get(IMAGES) if makes_images else None)
+        return BlocksResult(state, state.values.get(made) if made else None, made)
 
     blocks = blocks_of(pipe)
     assert blocks is not None, "a modular pipeline"
-    makes_images = IMAGES in {one.name for one in blocks.outputs}
+    outputs = {one.name for one in blocks.outputs}
+    made = next((name for name in MADE if name in outputs), "")
     own = inspect.signature(original)
     parameters = dict(own.parameters)
     rest = [parameters.pop(n) for n, p in own.parameters.items() if p.kind is p.VAR_KEYWORD]
@@ -141,17 +142,18 @@ def with_state(arguments: dict[str, object], accepted: Mapping[str, object]) -> 
 
 @dataclass
 class BlocksResult:
-    """The state at the end of a call, and the pictures that replace those in it."""
+    """The state at the end of a call, and the pictures that replace those in it by their name."""
 
     state: State
     images: object  # None if the blocks make none
+    name: str
     template: object = None
 
     def output(self, names: object) -> Any:
         """Return what a call asks for: the state, the value of a name, or values by name."""
         state, values = self.state, self.state.values
         if self.images is not None:
-            values[IMAGES] = self.images
+            values[self.name] = self.images
         if names is None:
             if self.template is not None:
                 vars(state)["template"] = self.template

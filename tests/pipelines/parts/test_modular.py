@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -32,12 +33,16 @@ from tests.factories.pipelines import (
     distance,
     flux,
     latents,
+    noise,
     picture,
     plain,
     sdxl,
     square,
     white,
 )
+from tests.factories.video_pipelines import FRAMES, moving, texts, wan_times, wan_vae
+from tests.factories.videos import WAN
+from tests.factories.zoo import tiny
 from tests.pipelines.test_deferred import Desk
 
 FLUX = "FluxModularPipeline"
@@ -260,3 +265,23 @@ def test_a_components_managers_hook_moves_the_denoiser_and_it_still_narrows(
     found = latents(moved, **edit())
     assert distance(found, wanted) < 1e-4
     assert "runs dense" not in maskfx.explain(moved)
+
+
+def test_a_video_made_by_blocks_keeps_the_pixels_outside_of_the_masks() -> None:
+    net = tiny("WanTransformer3DModel", **WAN)
+    parts = {"transformer": net, "vae": wan_vae(), "scheduler": wan_times()}
+    build = partial(modular_of, "WanBlocks", lambda: parts)
+
+    def given(seed: int, **more: Any) -> dict[str, Any]:
+        return {**texts(seed), "num_frames": FRAMES, "generator": noise(seed), **more}
+
+    [wanted] = build()(**given(0), output_type="np", output="videos")
+    pipe, masks = maskfx.compile(build(), quality="all-steps"), moving()
+    state = pipe(**given(0), output_type="np", record=True)
+    shown = {"mask_image": masks, "template": state.template, "output_type": "np"}
+    [same] = pipe(**given(0), **shown, output="videos")
+    [edited] = pipe(**given(1), **shown, output="videos")
+    inside = np.stack([np.asarray(mask) > 0 for mask in masks])
+    assert distance(same, wanted) < 1e-4
+    assert np.array_equal(edited[~inside], state.videos[0][~inside])
+    assert np.abs(edited - wanted)[inside].mean() > 1e-3
