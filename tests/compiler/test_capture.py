@@ -26,6 +26,7 @@ from maskfx.ir.lanes import lane_of
 from maskfx.passes.context import get_attribute
 from tests.factories.zoo import ZOO, Draw, Size
 from tests.passes.tools import numbers
+from tests.runtime.test_samples import Samples, make
 
 Inputs = dict[str, Any]
 
@@ -642,3 +643,20 @@ def test_a_name_that_graphs_have_is_reported() -> None:
     assert found.module is None
     assert found.notes[0].startswith("a graph can't have a weight or part named 'code': rename it")
     assert capture(Holder(), {"sample": torch.randn(1, 4, 6, 5)}).module is not None
+
+
+class Inherited(Samples):
+    """Samples in tuples; the code that counts tokens is that of a class in another file."""
+
+    def forward(  # type: ignore[override]
+        self, x: tuple[Tensor, ...], t: Tensor, cap_feats: tuple[Tensor, ...]
+    ) -> tuple[list[Tensor]]:
+        return super().forward(list(x), t, list(cap_feats))
+
+
+def test_code_of_an_inherited_class_leaves_sizes_free() -> None:
+    inputs = make(8, 12, 5)
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in inputs.items()}
+    found = capture(Inherited().eval(), {n: v for n, v in given.items() if n != "return_dict"})
+    assert found.module is not None, found.notes
+    assert not isinstance(found.symbols["text:0"], int)

@@ -142,6 +142,31 @@ def test_steps_are_never_held() -> None:
         assert near(denoiser.batch([inputs(step)])[0], denoiser.module(**inputs(step)))
 
 
+class Repeats(nn.Module):
+    """As many times as a mask has places, which data decides at every picture size."""
+
+    def forward(self, sample: Tensor, timestep: Tensor, kept: Tensor) -> Tensor:
+        for _ in range(int(kept.sum())):
+            sample = sample * 1.1 + timestep[:, None, None, None]
+        return sample
+
+
+def test_no_other_picture_size_is_tried_where_data_decides_a_size() -> None:
+    inputs = {
+        "sample": torch.ones(1, 4, 16, 16),
+        "timestep": torch.ones(1),
+        "kept": torch.tensor([1, 1, 0]),
+    }
+    found = capture(Repeats(), inputs)
+    assert found.reads
+    # a batch of three, of two, and of two with fixed sizes
+    assert [note.split("{")[0] for note in found.notes] == [
+        "export with symbolic sizes ",
+        "export with symbolic sizes ",
+        "export with fixed sizes ",
+    ]
+
+
 @pytest.mark.parametrize(
     ("function", "read"),
     [

@@ -22,7 +22,13 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.argument_lanes import placeholder_lane, pyramid_of
-from maskfx.compiler.capture.attempt_sizes import candidates, has_batch, is_thin, uneven
+from maskfx.compiler.capture.attempt_sizes import (
+    candidates,
+    is_of_request,
+    is_thin,
+    listed_samples,
+    uneven,
+)
 from maskfx.compiler.capture.branches import BranchesOnSteps, Unexportable, split_off
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.export import drop_refills, export_as_answered, quiet, spell_views
@@ -131,8 +137,11 @@ def capture(
     one = one or single
     tries = candidates(call.sizes, leaves, one, fixed) if listed < 2 and attempt else iter(())
     attempts = islice(tries, SINGLE_ATTEMPTS) if one else tries
-    whole = WholeModules(twin_of(module), module)
+    whole, in_vain = WholeModules(twin_of(module), module), set[object]()
     for number, (wanted, symbolic) in enumerate(attempts, 1):
+        request = symbolic, *((r, s) for r, s in wanted.items() if is_of_request(r))
+        if request in in_vain:  # a size that data decides is as unknown at other picture sizes
+            continue
         progress.stage(0, "export" if number == 1 else f"export, attempt {number}")
         kind = "symbolic" if symbolic else "fixed"
         with new_objects():
@@ -150,7 +159,9 @@ def capture(
             first = (str(error).strip().splitlines() or [""])[0][:200]
             notes.append(f"export with {kind} sizes {wanted}: {type(error).__name__}: {first}")
             interrupted |= isinstance(error, OSError)
-            reads |= depends_on_values(error)
+            if depends_on_values(error):
+                reads = True
+                in_vain.add(request)
             log.debug("capture attempt failed", exc_info=True)
             continue
         result.single = single
@@ -271,14 +282,6 @@ def exported_with(
         except Exception as error:
             if not whole.add(error, example):
                 raise
-
-
-def listed_samples(leaves: Sequence[Argument]) -> int:
-    """Return the number of samples that the image argument lists, or 0 if it has a batch."""
-    if has_batch(leaves):
-        return 0
-    primary = next(leaf for leaf in leaves if leaf.step and "y" in leaf.roles)
-    return sum(leaf.tensor and leaf.argument == primary.argument for leaf in leaves)
 
 
 def resize(

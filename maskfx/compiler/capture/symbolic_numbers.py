@@ -110,10 +110,13 @@ def symbolic_linspace(make: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 @contextlib.contextmanager
 def symbolic_numbers(module: torch.nn.Module) -> Iterator[None]:
-    """Keep numbers symbolic: `int`, `len` and `set` in the files that define `module`'s submodules,
-    and tensors made of one number.
+    """Keep numbers symbolic: `int`, `len` and `set` in the files that define `module`'s submodules
+    and the classes that these inherit from, and tensors made of one number.
     """
-    files = {sys.modules[type(m).__module__] for m in module.modules()}
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    files = {
+        sys.modules.get(kind.__module__) for kind in kinds if issubclass(kind, torch.nn.Module)
+    }
     own = [f for f in files if f is not None and not f.__name__.startswith("torch.")]
     shadowed = []
     for file in own:
