@@ -56,7 +56,7 @@ class SizesDisagree(InputError):
 
     def __init__(self, path: str, role: str, size: int, other: str) -> None:
         super().__init__(f"{path}: its {role} is {size}, but {other}; pass arguments that agree")
-        self.role = role
+        self.path, self.role = path, role
 
 
 class BudgetError(InputError):

@@ -64,7 +64,9 @@ QUICK = {
     "UNet2DConditionModel-nomid": "convolutions and attention",
     "SD3ControlNetModel": "residuals of blocks",
 }
-ZOO_CASES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ZOO]
+# one of each kind in every run: a UNet, tokens, samples in lists
+USUAL = (FLUX, "UNet2DConditionModel-nomid", "ZImageTransformer2DModel")
+ZOO_CASES = [n if n in USUAL else pytest.param(n, marks=pytest.mark.slow) for n in ZOO]
 # one of each kind: the mask over the latents, passed to the denoiser, a ControlNet, a reference
 KINDS = ["FluxInpaintPipeline"]
 SLOW_KINDS = [

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.capture.infer_roles import infer
 from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import MaskfxError
 from maskfx.ir.lru import LruCache
@@ -86,7 +87,7 @@ class StepSamples:
             _, values, spec = roles_.flatten(given)
             if holds_objects(spec):  # the module may write into them
                 return []
-            leaves = roles_.infer(self._denoiser.module, given, self._denoiser.roles)
+            leaves = infer(self._denoiser.module, given, self._denoiser.roles)
             batch = roles_.observed_sizes(leaves, values)["batch"]
         except MaskfxError:  # the step itself is refused, with the reason
             return []

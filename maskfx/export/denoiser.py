@@ -19,6 +19,7 @@ from maskfx.compiler.artifact.artifact import load
 from maskfx.compiler.artifact.graphs import weights_of
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.captured import Capture, groups_of, joined
+from maskfx.compiler.capture.infer_roles import infer
 from maskfx.compiler.capture.roles import Roles, Sizes
 from maskfx.compiler.compile import Compilation
 from maskfx.config import Settings
@@ -193,7 +194,7 @@ class ExportedPrograms(ProgramCache):
         paths, _, spec = roles_.flatten(inputs)
         capture = Capture(
             module=None,
-            leaves=roles_.infer(self.module, inputs, self.roles),
+            leaves=infer(self.module, inputs, self.roles),
             in_spec=spec,
             out_spec=spec,
             pyramid=copy.deepcopy(self._only.capture.pyramid),

@@ -104,7 +104,7 @@ def check_exportable(compilation: Compilation, part: str) -> None:
             'no format has operators for yet; export part="dense", or run the denoiser here'
         )
     for index, (leaf, node) in enumerate(zip(capture.leaves, arguments_of(capture), strict=True)):
-        if leaf.held:
+        if leaf.held or leaf.sides:
             raise InputError(
                 f"export: the sizes of the graphs depend on the values of {leaf.path}, so that "
                 "they are right for these alone; run the denoiser here, or export one that takes "

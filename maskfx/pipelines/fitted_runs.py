@@ -9,8 +9,9 @@ from maskfx.errors import InputError
 from maskfx.pipelines.logged_runs import LoggedRun, logged
 from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.selection_search import found_selections
 from maskfx.runtime.reuse.fitted_forecast import FittedRun, ForecastTable
-from maskfx.runtime.reuse.forecast_fitting import RunLog, fit_gap, flat
+from maskfx.runtime.reuse.forecast_fitting import RunLog, fit_gap, flat, relative
 
 
 @dataclass
@@ -42,9 +43,10 @@ def fit_forecasts(
 ) -> FitReport:
     """Fit the forecasts of the steps that a quality doesn't compute.
 
-    Of whole pictures two selections of as many steps are fitted, evenly spaced ones and those that
-    an edit computes, and the better one is returned. Every call runs once with all steps, and for
-    each selection once for each gap between computed steps and once more.
+    Of whole pictures several selections of as many steps are fitted: evenly spaced ones, those that
+    an edit computes and the best ones of a search. The best of all is returned. Every call runs
+    once with all steps, and for each selection once for each gap between computed steps and once
+    more; some run often for the search.
 
     Args:
         pipe: A compiled pipeline.
@@ -64,13 +66,15 @@ def fit_forecasts(
         runs.append(logged(pipe, call(), replace(quality, every=1)))
         report(f"run {number + 1} of {len(calls)}")
     name, steps = check_runs(type(pipe).__name__, runs), len(runs[0].steps.times)
-    kinds = [quality.selection]
-    if quality.unmasked:
+    usual = quality.whole_selection if quality.unmasked else quality.selection
+    selections = [usual.selected(steps)]
+    if quality.unmasked and quality.first == quality.last == 0:
         # steps at the ends that are computed in full are no part of a selection
-        free = quality.first == quality.last == 0
-        kinds = [quality.whole_selection, *(kinds if free else ())]
+        searched = found_selections(pipe, calls, quality, runs, name, report)
+        selections.append(quality.selection.selected(steps))
+        selections += [one.run.computed for one in searched]
     fits = []
-    for computed in dict.fromkeys(kind.selected(steps) for kind in kinds):
+    for computed in dict.fromkeys(selections):
         run = FittedRun(tuple(runs[0].steps.times), computed, {}, not quality.unmasked)
         fits.append(fit_selection(pipe, calls, quality, runs, FitReport(name, run, {}), report))
     return min(fits, key=lambda fit: fit.error)
@@ -96,7 +100,8 @@ def fit_selection(
 
     for gap in gaps(computed, steps):
         before = [step for step in computed if step < gap.start]
-        weights, error = fit_gap(full, own(), before, gap)
+        weights, behind = fit_gap(full, own(), before, gap)
+        error = behind[gap.stop - 1]
         errors = {**found.errors, gap.stop: error}
         found = replace(
             found,
@@ -105,7 +110,7 @@ def fit_selection(
         )
         report(f"steps {gap.start} to {gap.stop - 1}: latents differ by {error:.1%}")
     made, wanted = (flat([log.after[-1] for log in logs]) for logs in (own(), full))
-    error = float((made - wanted).norm() / wanted.norm())
+    error = relative(made, wanted)
     report(f"computed {', '.join(map(str, computed))}: finished latents differ by {error:.1%}")
     return replace(found, errors={**found.errors, steps: error})
 

@@ -162,7 +162,7 @@ def logged(
     before = vars(scheduler).get("step")
     vars(scheduler)["step"] = logged_step(scheduler.step, log)
     try:
-        call.run(handler)
+        call.run(handler, **(call.state.undecoded if quality.unmasked else {}))
     finally:
         del vars(scheduler)["step"]
         if before is not None:

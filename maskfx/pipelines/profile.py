@@ -109,9 +109,8 @@ def profile_adapter(
 
 def trace(call: PipelineCall) -> LatentTrace:
     handler = LatentTrace()
-    more = {"output_type": "latent"} if "output_type" in call.state.parameters else {}
     with torch.no_grad():
-        call.run(handler, **more)
+        call.run(handler, **call.state.undecoded)
     return handler
 
 

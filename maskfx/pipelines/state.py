@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -91,9 +92,14 @@ class PipelineState:
     # held during a call: threads take turns, because a run observes methods of its pipeline
     turn: threading.RLock = field(default_factory=threading.RLock)
 
-    @property
+    @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.call).parameters
+
+    @property
+    def undecoded(self) -> dict[str, object]:
+        """The arguments with which a call returns latents; none if the pipeline can't."""
+        return {"output_type": "latent"} if "output_type" in self.parameters else {}
 
     @property
     def accepts_mask(self) -> bool:

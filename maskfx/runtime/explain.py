@@ -133,6 +133,9 @@ def sizes_line(compilation: Compilation) -> str:
         named = ", ".join(map(spelled, capture.numbers[:3]))
         more = f" and {len(capture.numbers) - 3} more" if len(capture.numbers) > 3 else ""
         kind += f", for any numbers in {named}{more}, which changed"
+    sides = [leaf.path for leaf in capture.leaves if leaf.sides and not leaf.held]
+    if sides:
+        kind += f", for pictures whose sides are the numbers in {', '.join(sides)}"
     sizes = flops.capture_sizes(capture.pyramid)
     seen = [f"{role} {n}" for role, n in sizes.items() if role not in ("y", "x")]
     if "y" in sizes:

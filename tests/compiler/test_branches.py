@@ -13,7 +13,8 @@ import maskfx
 from maskfx.compiler.capture import branches
 from maskfx.compiler.capture.branches import PlainRun, full_run, plain_run
 from maskfx.compiler.capture.capture import capture
-from maskfx.compiler.capture.roles import flatten, infer, observed_sizes
+from maskfx.compiler.capture.infer_roles import infer
+from maskfx.compiler.capture.roles import flatten, observed_sizes
 from tests.passes.tools import TOLERANCE, error, numbers
 
 

@@ -162,17 +162,21 @@ def test_notes_what_decides_sizes(function: Any, read: set[int]) -> None:
     assert reads.read == read
 
 
-def test_one_picture_size_where_symbolic_ones_run_mostly_in_full() -> None:
-    """Texts of any length share a capture; another size of the picture gets one of its own."""
-    case = OWN["packed-earlier"]
+@pytest.mark.parametrize(("name", "text"), [("packed-earlier", 9), ("held-earlier", 5)])
+def test_one_picture_size_where_symbolic_ones_run_mostly_in_full(name: str, text: int) -> None:
+    """Texts of any length share a capture, unless a mask of them is held; pictures have their own.
+
+    The second denoiser needs both: its mask held, and the picture's sizes as numbers.
+    """
+    case = OWN[name]
     denoiser = maskfx.compile(case.build())
-    for size in (Size(1, 8, 12, 5), Size(2, 8, 12, 9), Size(1, 12, 8, 5)):
+    for size in (Size(1, 8, 12, 5), Size(2, 8, 12, text), Size(1, 12, 8, 5)):
         inputs = case.inputs(size, 0)
         _, kept = denoiser.record(**inputs)
         mask = torch.arange(size.height * size.width).reshape(size.height, size.width) % 7 == 2
         found = denoiser.edit([maskfx.EditStep(inputs, mask, kept)])[0]
         assert near(found, denoiser.module(**inputs))
-    assert len(denoiser.compilations) == 2
+    assert held(denoiser) == [["held"] if name == "held-earlier" else []] * 2
     for one in denoiser.compilations:
         assert one.capture.leaves[0].held_sizes
         assert one.program is not None

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 import maskfx
 from maskfx.compiler.capture import branches
 from maskfx.compiler.capture.branches import full_run, plain_run
+from maskfx.compiler.capture.infer_roles import infer
 from maskfx.compiler.capture.light_run import (
     LightProducts,
     NotLight,
     convolved_elements,
     tensors_in,
 )
-from maskfx.compiler.capture.roles import infer
 from maskfx.compiler.capture.twin import NoTwin, Twin
 from tests.passes.tools import TOLERANCE, error, numbers
 

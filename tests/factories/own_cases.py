@@ -12,6 +12,7 @@ from tests.factories import (  # noqa: F401
     own_networks,
     own_packed,
     own_resampling,
+    own_sides,
     own_transformers,
     own_unets,
     own_videos,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.factories.own_denoisers import SIZES, WIDTH, embed, own
-from tests.factories.own_packed import Arranged, token_inputs
+from tests.factories.own_packed import Arranged, Remembers, earlier_inputs, token_inputs
 from tests.factories.zoo import Size, packed
 
 AHEAD = 2  # text tokens before the picture
@@ -59,6 +59,19 @@ def told_apart(_: Arranged, mixed: Any, x: Tensor, text: Tensor, kept: Tensor) -
     return mixed(x, text[:, places], others)[:, : x.shape[1]]
 
 
+class RemembersKept(Remembers):
+    """Earlier pictures in wide patches, of which parts are padding, and the text that a mask keeps.
+
+    Where the padding ends depends on the picture's sides, how long the text is on the mask.
+    """
+
+    def forward(  # type: ignore[override]
+        self, sample: Tensor, timestep: Tensor, context: Tensor, earlier: Tensor, held: Tensor
+    ) -> Tensor:
+        places = held[0].nonzero().squeeze(1)
+        return super().forward(sample, timestep, context[:, places], earlier)
+
+
 def slots(size: Size, seed: int, ahead: int = AHEAD, each: int = 1) -> dict[str, Any]:
     """A mask over a text with slots for the picture behind its first tokens."""
     count = size.height * size.width // each
@@ -83,6 +96,11 @@ def every_other(size: Size, seed: int) -> dict[str, Any]:
     return token_inputs(size, seed, held=mask)
 
 
+def earlier_kept(size: Size, seed: int) -> dict[str, Any]:
+    """A picture, two earlier ones, and a mask of every other token of the text."""
+    return {**earlier_inputs(size, seed), "held": every_other(size, seed)["held"]}
+
+
 HELD: dict[str, tuple[Callable[..., Tensor], Callable[..., dict[str, Any]]]] = {
     "held-slots": (in_slots, slots),
     "held-wide-slots": (widened, last_slots),
@@ -90,4 +108,6 @@ HELD: dict[str, tuple[Callable[..., Tensor], Callable[..., dict[str, Any]]]] = {
     "held-places": (told_apart, every_other),
 }
 for name, (arrange, inputs) in HELD.items():
-    own(name, partial(Held, arrange), inputs, quick=True, sizes=SIZES, mask_shape=packed)
+    quick = name != "held-slots"  # that of wide ones does the same and more
+    own(name, partial(Held, arrange), inputs, quick=quick, sizes=SIZES, mask_shape=packed)
+own("held-earlier", RemembersKept, earlier_kept, sizes=SIZES)

@@ -15,8 +15,10 @@ import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.fitted_runs import FitReport, fit_forecasts
+from maskfx.pipelines.logged_runs import logged
 from maskfx.pipelines.schedules import forecasts
 from maskfx.pipelines.schedules.forecasts import UNFITTED, Forecasts
+from maskfx.pipelines.selection_search import found_selections, positions
 from maskfx.runtime.reuse.fitted_forecast import FILE, FittedRun, ForecastTable, load_table
 from maskfx.runtime.reuse.forecast_fitting import RunLog, StepRule, fit_gap
 from tests.factories.pipelines import PIPES, anew, call_of, compiled, latents, plain, square, white
@@ -180,8 +182,8 @@ def logs(steps: int, count: int, multistep: bool) -> list[RunLog]:
 @pytest.mark.parametrize("multistep", [False, True])
 def test_outputs_that_are_sums_of_earlier_ones_are_found(multistep: bool) -> None:
     runs = logs(8, 3, multistep)
-    weights, error = fit_gap(runs, runs, [0, 2], range(3, 6))
-    assert error < 1e-3
+    weights, errors = fit_gap(runs, runs, [0, 2], range(3, 6))
+    assert max(errors.values()) < 1e-3
     for step in range(3, 6):
         of_latents, first, second = weights[step]
         for log in runs:
@@ -272,6 +274,31 @@ def test_the_better_of_two_selections_is_fitted() -> None:
     assert list(found) == ["0, 3, 6, 9", "0, 3, 6, 8"]
     assert ", ".join(map(str, report.run.computed)) == min(found, key=lambda one: found[one])
     assert 100 * report.error == pytest.approx(min(found.values()), abs=0.06)
+
+
+def test_a_search_finds_a_selection_that_comes_closest() -> None:
+    """The errors that it states are those of runs with the weights that are fitted then."""
+    given, own = calls(FLUX), replace(quality(), every=9, least=3)
+    with torch.no_grad():
+        runs = [logged(compiled(FLUX), call(), replace(own, every=1)) for call in given]
+        found = found_selections(compiled(FLUX), given, own, runs, "transformer")
+        report = fit_forecasts(compiled(FLUX), given, own)
+    assert [one.run.computed[0] for one in found] == [0, 0]
+    assert all(len(one.run.computed) == 3 for one in found)
+    assert found[0].error < found[1].error
+    assert report.run.computed == found[0].run.computed
+    assert report.run.weights.keys() == found[0].run.weights.keys()
+    for step, weights in report.run.weights.items():
+        assert weights == pytest.approx(found[0].run.weights[step], rel=1e-3)
+    assert report.error == pytest.approx(found[0].error, rel=1e-3)
+
+
+def test_a_search_tries_steps_near_evenly_spaced_ones() -> None:
+    assert list(positions(0, 1, 5, 20)) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert list(positions(11, 3, 5, 20)) == [12, 13, 14, 15, 16]
+    assert list(positions(16, 4, 5, 20)) == [17, 18, 19]
+    assert list(positions(0, 1, 8, 10)) == [1, 2, 3]  # six more follow
+    assert list(positions(17, 5, 5, 20)) == [20]
 
 
 def test_another_number_of_steps_uses_them(place: Any) -> None:

@@ -152,7 +152,13 @@ def test_sides_in_pixels_are_counted_in_sites() -> None:
     assert denoiser.mask_shape(odd) == (24,)
 
 
-@pytest.mark.parametrize("case", [TOKENS, PIXELS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(TOKENS, id=TOKENS.name),
+        pytest.param(PIXELS, id=PIXELS.name, marks=pytest.mark.slow),
+    ],
+)
 def test_an_export_takes_the_sides_as_numbers(case: Case, tmp_path: Path) -> None:
     denoiser = maskfx.compile(case.build())
     denoiser.record(**case.inputs(Size(1, 4, 6, 5), 0))

@@ -104,7 +104,7 @@ def test_an_edit_reads_the_keys_of_its_own_object() -> None:
     assert_near(found, module(**other), "with other keys")
 
 
-@pytest.mark.parametrize("references", [5, 12])
+@pytest.mark.parametrize("references", [5, pytest.param(12, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_a_call_that_returns_the_keys_of_references_edits_on_rows(references: int) -> None:
     """The keys of the first tokens and the number of these are in an object of the result."""

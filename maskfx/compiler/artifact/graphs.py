@@ -29,6 +29,7 @@ from maskfx.ir.json_values import Json
 from maskfx.ir.lanes import NotLaned, int_hint, shape_hint
 from maskfx.ir.lazy_module import over_same
 from maskfx.ir.values import is_wrapped, parts_of
+from maskfx.ops.number_at import number_at
 from maskfx.ops.whole_modules import Whole, run_whole
 
 ARITHMETIC = """
@@ -43,6 +44,7 @@ FUNCTIONS = {
     "builtins": frozenset({"abs", "bool", "float", "int", "max", "min", "pow", "round"}),
     "torch": frozenset(SYMBOLIC.split()),
     run_whole.__module__: frozenset({run_whole.__name__}),
+    number_at.__module__: frozenset({number_at.__name__}),
 }
 
 

@@ -33,7 +33,8 @@ def candidates(
         several = two = 1
     seen = []
     for text in () if fixed else (True, False):
-        for grid in [dict[str, int]()] if leaves[0].held_sizes else grids(sizes):
+        apart = any(leaf.sides for leaf in leaves)
+        for grid in [dict[str, int]()] if leaves[0].held_sizes else grids(sizes, apart):
             wanted = {**sizes, **grid, "batch": several}
             if overflows(wanted, leaves):
                 continue
@@ -93,8 +94,11 @@ def is_thin(module: fx.GraphModule) -> bool:
     return False
 
 
-def grids(sizes: Sizes) -> Iterator[Sizes]:
-    """Yield image sizes near the example's with height and width distinct at every level."""
+def grids(sizes: Sizes, apart: bool = False) -> Iterator[Sizes]:
+    """Yield image sizes near the example's with height and width distinct at every level.
+
+    With `apart` none is square before the last one, so that a size shows which side it is.
+    """
     if "tokens" in sizes:
         yield {"tokens": sizes["tokens"] + 6 + sizes["tokens"] % 2}
         yield {"tokens": sizes["tokens"]}
@@ -108,6 +112,5 @@ def grids(sizes: Sizes) -> Iterator[Sizes]:
             if h > unit:
                 yield {"y": h, "x": w - unit if h != w - unit and w > unit else w + unit}
                 yield {"y": max(h // 2, unit), "x": w}
-        yield {"y": h, "x": w}
-        if h == w:
-            yield {"y": h, "x": w + unit}
+        others = [{"y": h, "x": w + unit}] if h == w else []
+        yield from [*others, {"y": h, "x": w}] if apart else [{"y": h, "x": w}, *others]

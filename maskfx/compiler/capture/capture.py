@@ -8,7 +8,6 @@ serves only calls of these sizes.
 from __future__ import annotations
 
 import logging
-import operator
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,22 +25,24 @@ from maskfx.compiler.capture.argument_lanes import placeholder_lane, pyramid_of
 from maskfx.compiler.capture.attempt_sizes import candidates, has_batch, is_thin, uneven
 from maskfx.compiler.capture.branches import BranchesOnSteps, Unexportable, split_off
 from maskfx.compiler.capture.captured import Capture
-from maskfx.compiler.capture.export import (
-    drop_refills,
-    export_as_answered,
-    quiet,
-    spell_views,
-)
+from maskfx.compiler.capture.export import drop_refills, export_as_answered, quiet, spell_views
 from maskfx.compiler.capture.grid_numbers import axis_of
+from maskfx.compiler.capture.infer_roles import infer
 from maskfx.compiler.capture.light_run import NotLight, light_twin
 from maskfx.compiler.capture.number_inputs import as_inputs, read_by
 from maskfx.compiler.capture.obstacles import obstacle
+from maskfx.compiler.capture.opened_sides import close, opened, with_numbers
 from maskfx.compiler.capture.plain_attention import plain_attention
 from maskfx.compiler.capture.recurrent_layers import RecurrentLayers
 from maskfx.compiler.capture.roles import Argument, Sizes
 from maskfx.compiler.capture.routings import presumed, with_experts
 from maskfx.compiler.capture.twin import NoTwin
-from maskfx.compiler.capture.value_reads import depends_on_values, held_value, with_held
+from maskfx.compiler.capture.value_reads import (
+    depends_on_values,
+    held_value,
+    read_numbers,
+    with_held,
+)
 from maskfx.compiler.capture.whole import WholeModules, has_unknown_size
 from maskfx.ir import progress
 from maskfx.ir.callables import is_called
@@ -62,6 +63,7 @@ SINGLE_ATTEMPTS = 4  # sizes that are tried for one sample, after others were fo
 CHUNKS = "_chunk_size"
 # of attention processors: the number of heads that attention computes at once; the same holds
 SLICES = "slice_size"
+DENSE = 'mode="dense" leaves the module as it is'
 CAPTURING = RLock()  # an export changes what the whole process shares, such as functions of torch
 
 
@@ -75,6 +77,7 @@ def capture(
     one: bool = False,
     compare: bool = True,
     grid: bool = False,
+    turned: bool = False,
     held: bool = False,
     still: bool = False,
     kept: str = "",
@@ -96,24 +99,32 @@ def capture(
         fixed: whether no size is symbolic.
         one: capture a batch of one sample, whose operators may run on batches of any size.
         compare: compare the graph with the module at the sizes of the inputs.
-        grid: tokens are the sites of a picture whose sides are integer arguments.
+        grid: tokens are the sites of a picture whose sides are numbers among the arguments, or in
+            tensors that Python reads.
+        turned: in tensors, the picture's width stands before its height.
         held, still: constants are values that sizes depend on; the picture's sizes.
         kept: the attribute in which the module keeps tensors of each call; "" if in none.
         numbers: tensors that the graph reads in place of numbers of the module's settings.
     """
     _, values, spec = roles_.flatten(inputs)
-    found = roles_.infer(module, inputs, roles, grid)
+    read = read_numbers(module, inputs) if grid else set[str]()
+    found = infer(module, inputs, roles, grid, read, turned)
     leaves = [replace(leaf, held_sizes=still) for leaf in found]
     if held:
-        leaves = with_held(module, leaves, values, spec)
+        leaves = with_held(module, leaves, values, spec, sides=still)
         attempt = any(leaf.held for leaf in leaves)
+    if grid and not held:
+        attempt = any(leaf.sides or leaf.roles and not leaf.tensor for leaf in leaves)
+    if turned:
+        attempt = attempt and found != infer(module, inputs, roles, grid, read)
     call = ExampleCall(leaves, values, spec, roles_.observed_sizes(leaves, values))
     notes, interrupted, reads = list[str](), False, False
     listed = listed_samples(leaves)
     if listed > 1:
         notes.append(f"{listed} samples in a list: a capture is of one sample")
     if not attempt and not kept:
-        notes.append("no values to hold" if held else 'mode="dense" leaves the module as it is')
+        idle = "no values to hold" if held else "no sides among its numbers" if grid else DENSE
+        notes.append(idle)
     elif why := obstacle(module, kept):
         notes.append(why)
         attempt = False
@@ -145,9 +156,7 @@ def capture(
         result.single = single
         if result.serves(module, spec, values, call.sizes):
             return unless_thin(result, whole, call, wanted, notes, numbers or {})
-        notes.append(
-            f"export with {kind} sizes {wanted}: not valid for the call's own {call.sizes}"
-        )
+        notes.append(f"export with {kind} sizes {wanted}: not valid for the call's {call.sizes}")
     return Capture(
         module=None,
         leaves=leaves,
@@ -281,6 +290,8 @@ def resize(
         if not leaf.tensor:
             out.append(roles_.role_size(leaf.roles[0], wanted) if leaf.roles else value)
             continue
+        if leaf.sides:
+            value = with_numbers(leaf, value, wanted)
         for axis, role in enumerate(leaf.roles):
             if role:
                 size = roles_.role_size(role, wanted)
@@ -308,13 +319,14 @@ def finish(
     drop_refills(module.graph)
     spell_views(module)
     out_spec, decisions = exported.call_spec.out_spec, None
+    inside, placeholders = opened(leaves, call.values, call.spec)[0], placeholders_of(module)
+    assert len(placeholders) == len(inside), (len(placeholders), len(inside))
+    symbols, guards = sizes_by_role(placeholders, inside), guards_on(placeholders)
+    close(module, leaves, call.values, call.spec)
     if answers:
         decisions = split_off(module, answers, [leaf.step for leaf in leaves])
         out_spec = out_spec.children()[0]
-    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    assert len(placeholders) == len(leaves), (len(placeholders), len(leaves))
-    symbols, guards = sizes_by_role(placeholders, leaves), guards_on(placeholders)
-    take_pixels(module.graph, leaves)
+    placeholders = placeholders_of(module)
     if not returns_batch(module.graph, symbols.get("batch")):
         symbols["batch"] = sizes["batch"]  # samples are counted otherwise, as by a list's length
     pyramid = pyramid_of(sizes, other_bases(symbols, guards) if "y" in sizes and symbolic else ())
@@ -328,7 +340,7 @@ def finish(
         if not leaf.tensor and not isinstance(node.meta["val"], torch.SymInt)
     }
     for i, (leaf, v) in enumerate(zip(leaves, call.values, strict=True)):
-        if leaf.held:
+        if leaf.held or leaf.sides:
             constants[i] = held_value(leaf, v)
     return Capture(
         module=module,
@@ -347,18 +359,9 @@ def finish(
     )
 
 
-def take_pixels(graph: fx.Graph, leaves: Sequence[Argument]) -> None:
-    """Let a graph that was exported with sides in sites take them in pixels."""
-    places = list(graph.find_nodes(op="placeholder"))
-    for node, leaf in zip(places, leaves, strict=True):
-        width = axis_of(leaf.roles[0])[1] if leaf.roles and not leaf.tensor else 1
-        sites = node.meta["val"]
-        if width == 1:
-            continue
-        with graph.inserting_after(places[-1]):
-            found = graph.call_function(operator.floordiv, (node, width))
-        found.meta["val"], node.meta["val"] = sites, sites * width
-        node.replace_all_uses_with(found, delete_user_cb=lambda user, own=found: user is not own)
+def placeholders_of(module: fx.GraphModule) -> list[fx.Node]:
+    """Return the nodes of a graph's arguments."""
+    return list(module.graph.find_nodes(op="placeholder"))
 
 
 def sizes_by_role(

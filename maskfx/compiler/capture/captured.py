@@ -43,7 +43,7 @@ class Capture:
         module: the graph, or None if the denoiser could not be captured.
         leaves: the flattened arguments with their roles.
         constants: by index, the arguments whose values are fixed in the graph; of a tensor that is
-            held, the value of one sample.
+            held, or that has sides of the picture among its numbers, the value of one sample.
         symbols: by role, the symbolic or fixed size.
         guards: conditions of the export on the symbolic sizes; None if they are unknown, as for a
             capture read from a file, which accepts the sizes at capture only, or those at which it
@@ -231,7 +231,7 @@ class Capture:
         """Return True if an argument has another value than the one that the graph was made for."""
         return any(
             not self._held_alike(i, values[i])
-            if self.leaves[i].held
+            if self.leaves[i].held or self.leaves[i].sides
             else not same_constant(values[i], c)
             for i, c in self.constants.items()
         )
@@ -251,11 +251,12 @@ class Capture:
         for leaf, value, sizes in zip(self.leaves, values, self.features, strict=True):
             if not leaf.tensor:
                 continue
-            if not isinstance(value, torch.Tensor) or value.dim() != len(sizes):
+            if not isinstance(value, torch.Tensor) or value.dim() != len(leaf.roles):
                 return True
+            shape = sizes[: len(leaf.roles)]
             if any(
                 roles_.is_fixed(r) and a != b
-                for r, a, b in zip(leaf.roles, sizes, value.shape, strict=True)
+                for r, a, b in zip(leaf.roles, shape, value.shape, strict=True)
             ):
                 return True
         return False

@@ -30,6 +30,7 @@ from maskfx.compiler.capture.grid_numbers import axis_of, side_of
 from maskfx.compiler.capture.held_values import holding
 from maskfx.compiler.capture.keyword_names import allow_keyword_names
 from maskfx.compiler.capture.known_numbers import KnownNumbers
+from maskfx.compiler.capture.opened_sides import known_sides, opened
 from maskfx.compiler.capture.packings import Packings
 from maskfx.compiler.capture.roles import EACH_FRAME, Argument, is_fixed
 from maskfx.compiler.capture.routings import Routings
@@ -133,14 +134,16 @@ def export(
         sizes = [i for i, r in enumerate(leaf.roles) if symbolic and not is_fixed(r)]
         return {i: Dim.AUTO for i in sizes if not leaf.held_sizes or is_of_request(leaf.roles[i])}
 
-    values, spec = pytree.tree_flatten(inputs)
+    own = (leaves, *pytree.tree_flatten(inputs))
+    leaves, values, spec = opened(*own)
     shapes = nested([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)
+    known = KnownNumbers()
     with (
         torch.no_grad(),
         symbolic_numbers(module),
         few_numbers(),
         Selections(),
-        KnownNumbers(),
+        known,
         DataAttributes(),
         Packings(),
         Routings() as routings,
@@ -150,6 +153,7 @@ def export(
         named_parameters(module, list(inputs)),
         size_arithmetic(),
         holding(module, leaves, values),
+        known_sides(module, *own, known),
     ):
         given = in_sites(leaves, values, spec)
         program = torch.export.export(module, (), given, dynamic_shapes=shapes, strict=False)
@@ -160,7 +164,7 @@ def export(
         nodes = [n for g in graphs(program.graph_module) for n in g.nodes]
         if any(is_write(n) or turns_on_autocast(n) for n in nodes):
             program = program.run_decompositions({})  # casts of autocast become operators
-    return export(module, inputs, leaves, symbolic, numbers=False) if fixes else program
+    return export(module, inputs, own[0], symbolic, numbers=False) if fixes else program
 
 
 def is_number(node: object) -> bool:

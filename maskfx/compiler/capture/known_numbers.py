@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any, SupportsInt
 
 import numpy as np
@@ -56,6 +57,17 @@ def filled_at(part: object) -> Numbers:
     return part if isinstance(part, np.ndarray) else filled(part)
 
 
+def largest(own: Numbers) -> Numbers:
+    """Return the largest number; equal sizes are compared by what they are."""
+    return filled(reduce(lambda a, b: a if is_same(a, b) else torch.sym_max(a, b), own.flat))
+
+
+def is_same(one: object, other: object) -> bool:
+    """Return True for equal numbers, without a condition on symbolic ones."""
+    a, b = (n.node.expr if isinstance(n, torch.SymInt) else n for n in (one, other))
+    return bool(a == b)
+
+
 SAME = ("to", "cpu", "long", "int", "clone", "contiguous", "detach")
 VIEWS: dict[str, Callable[..., object]] = {
     **dict.fromkeys(SAME, lambda own, *args, **named: own),
@@ -64,6 +76,10 @@ VIEWS: dict[str, Callable[..., object]] = {
     "unsqueeze": lambda own, dim: np.expand_dims(own, dim),
     "flatten": lambda own: own.reshape(-1),
     "unbind": unbound,
+    "max": largest,
+    "sum": lambda own, dim=None: filled_at(own.sum(axis=dim)),
+    "prod": lambda own, dim=None: filled_at(own.prod(axis=dim)),
+    "cumsum": lambda own, dim: own.cumsum(axis=dim),
     "__getitem__": lambda own, index: filled_at(own[index]),
 }
 ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
@@ -73,6 +89,7 @@ ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("floor_divide", "__floordiv__"), operator.floordiv),
 }
 READS = ("__int__", "__index__", "item", "tolist")
+MADE = ("arange", "zeros", "ones", "empty")
 SHAPED = ("reshape", "view", "expand", "repeat", "__getitem__", "narrow", "split", "unflatten")
 
 
@@ -82,6 +99,10 @@ class KnownNumbers(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._known: dict[int, tuple[Tensor, Numbers]] = {}
+
+    def know(self, value: Tensor, numbers: Numbers) -> None:
+        """Note the numbers in a tensor."""
+        self._known[id(value)] = value, numbers
 
     def of(self, value: object) -> Numbers | None:
         known = self._known.get(id(value))
@@ -98,8 +119,13 @@ class KnownNumbers(TorchFunctionMode):
         own = self.of(args[0]) if args else None
         if own is not None and name in READS:
             return own.tolist() if name == "tolist" else own.item()
+        if own is not None and name == "__iter__":
+            parts: Any = self.__torch_function__(Tensor.unbind, types, args)
+            return iter(parts)
         if name in SHAPED and self._known:
             args = (args[0], *pytree.tree_map(self._number, tuple(args[1:])))
+        if name in MADE and self._known:
+            args = pytree.tree_map(self._number, tuple(args))
         found = func(*args, **named)
         with contextlib.suppress(TypeError, ValueError, IndexError):  # a form that isn't followed
             self._keep(found, self._numbers(name, own, args, named))

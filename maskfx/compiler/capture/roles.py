@@ -15,32 +15,31 @@ number of frames.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import starmap
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.channels import position_lists, roles_by_channels
-from maskfx.compiler.capture.grid_numbers import grid_numbers, side_of
-from maskfx.errors import CaptureError, InputError, SizesDisagree
+from maskfx.compiler.capture.grid_numbers import side_of
+from maskfx.errors import SizesDisagree
 from maskfx.ir.cuts import NUMBER
 
 Roles = tuple[str, ...]
 Sizes = dict[str, int]  # by role
 
 STEP_WORDS = ("timestep", "sigma", "guidance", "residual", "block_samples", "noise", "_t_")
-TEXT_WORDS = ("encoder", "text", "txt", "prompt", "caption", "context", "clip", "llm", "cap_")
-CACHE_WORDS = ("cache", "kv_", "past_key")  # keys and values that a pipeline hands on
 EACH_FRAME = "batch*frames"
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One flattened argument; what is held, its value or the picture's sizes, is a constant."""
+    """One flattened argument; what is held, its value or the picture's sizes, is a constant.
+
+    The numbers of one sample in a tensor may have roles: the sides of the picture.
+    """
 
     path: str
     tensor: bool
@@ -48,6 +47,7 @@ class Argument:
     step: bool = False
     held: bool = False
     held_sizes: bool = False
+    sides: Roles = ()
 
     @property
     def argument(self) -> str:
@@ -64,98 +64,6 @@ def path_name(path: Sequence[object]) -> str:
     return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
 
 
-def argument_order(module: torch.nn.Module, names: Sequence[str]) -> list[str]:
-    """Sort the argument names in the order of the module's signature."""
-    try:
-        order = list(inspect.signature(module.forward).parameters)
-    except (TypeError, ValueError):
-        order = []
-    return sorted(names, key=lambda n: order.index(n) if n in order else len(order))
-
-
-def infer(
-    module: torch.nn.Module,
-    inputs: Mapping[str, object],
-    override: Mapping[str, Roles] | None,
-    grid: bool = False,
-) -> list[Argument]:
-    """Return the leaves of `inputs` with their roles.
-
-    With `grid`, tokens are sites of the picture whose height and width are integer arguments.
-    """
-    paths, values, _ = flatten(inputs)
-    tensors = {p: v for p, v in zip(paths, values, strict=True) if isinstance(v, torch.Tensor)}
-    if not tensors:
-        raise InputError(
-            f"the inputs {paths} contain no tensor; pass the arguments of the denoiser's forward"
-        )
-    primary = primary_path(module, tensors)
-    override = dict(override or {})
-    for name in override:
-        if name not in tensors:
-            raise InputError(
-                f"roles={{{name!r}: ...}}: no tensor of the inputs has this name; choose one of "
-                f"{list(tensors)}"
-            )
-    alone = samples(primary, tensors) > 0
-    own = override.get(primary)
-    own = own or roles_by_channels(module, primary, tensors)
-    picture = picture_sizes(primary, tensors[primary], own, alone)
-    numbers: dict[str, Roles] = {}
-    if grid and own is None and picture.tokens is not None:
-        numbers = grid_numbers(paths, values, picture.tokens)
-        given = zip(paths, values, strict=True)
-        picture = on_grid(
-            picture, dict(side_of(numbers[p][0], v) for p, v in given if p in numbers)
-        )
-    texts: dict[int, str] = {}
-    found: dict[str, Roles] = {}
-    placed = axis_positions(tensors, picture)
-    masks = {v.shape[-1] for p, v in tensors.items() if "mask" in p.lower() and v.dim() == 2}
-    # sequences of vectors first: masks and ids are matched with their lengths
-    for path in sorted(tensors, key=lambda p: (tensors[p].dim() < 3, paths.index(p))):
-        value = tensors[path]
-        roles = override.get(path, placed.get(path))
-        if roles is None:
-            roles = picture.roles if path == primary else guess(path, value, picture, texts, masks)
-        if len(roles) != value.dim():
-            raise InputError(
-                f"roles={{{path!r}: {roles}}}: {len(roles)} roles for a tensor of shape "
-                f"{tuple(value.shape)}; give one role per dimension"
-            )
-        sizes = zip(roles, value.shape, strict=True)
-        found[path] = tuple("" if r == "frames" and size == 1 else r for r, size in sizes)
-    leaves = []
-    for path, value in zip(paths, values, strict=True):
-        step = path == primary or any(w in f"_{path}_" for w in STEP_WORDS)
-        tensor = isinstance(value, torch.Tensor)
-        own_roles = found.get(path, numbers.get(path, ()))
-        leaves.append(Argument(path, tensor, own_roles, step and tensor))
-    return leaves
-
-
-def primary_path(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the argument that holds the noisy image: the first one of rank three or more."""
-    by_argument: dict[str, str] = {}
-    for path in tensors:
-        by_argument.setdefault(path.split(".")[0], path)
-    for name in argument_order(module, list(by_argument)):
-        path = by_argument[name]
-        if tensors[path].dim() >= 3:
-            return path
-    raise CaptureError(
-        f"no argument looks like a picture (3 dimensions or more): "
-        f"{ {p: tuple(t.shape) for p, t in tensors.items()} }; pass compile(roles=)"
-    )
-
-
-def samples(primary: str, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return how many samples the image argument lists; 0 if it isn't a list of samples."""
-    argument, _, place = primary.partition(".")
-    entries = [v for p, v in tensors.items() if p.startswith(f"{argument}.")]
-    return len(entries) if place[:1].isdigit() and are_samples(entries) else 0
-
-
 def are_samples(entries: Sequence[object]) -> bool:
     """Return True if a list's entries may be samples without a batch, which differ in size only.
 
@@ -163,174 +71,6 @@ def are_samples(entries: Sequence[object]) -> bool:
     """
     shapes = [v.shape[:-2] if isinstance(v, torch.Tensor) else None for v in entries]
     return bool(shapes) and bool(shapes[0]) and all(shape == shapes[0] for shape in shapes)
-
-
-@dataclass(frozen=True)
-class PictureSizes:
-    """The sizes of the primary argument, with which other arguments are compared."""
-
-    roles: Roles
-    batch: int
-    grid: tuple[int, int] | None
-    tokens: int | None
-    frames: int = 1
-    padded: int | None = None  # tokens with the padding behind them
-
-
-def on_grid(picture: PictureSizes, sizes: Mapping[str, int]) -> PictureSizes:
-    """Return the sizes of a picture whose tokens are the sites of a grid; the same without one."""
-    if not sizes or picture.tokens is None:
-        return picture
-    grid, frames = (sizes["y"], sizes["x"]), sizes.get("frames", 1)
-    padded = picture.tokens if picture.tokens > frames * grid[0] * grid[1] else None
-    found = replace(picture, grid=grid, tokens=None, frames=frames, padded=padded)
-    role = token_role(picture.tokens, found) or ""
-    return replace(found, roles=tuple(role if r == "tokens" else r for r in picture.roles))
-
-
-def picture_sizes(
-    path: str, value: torch.Tensor, roles: Roles | None, alone: bool = False
-) -> PictureSizes:
-    if roles is None and alone and value.dim() in (3, 4):  # a sample of a list has no batch
-        roles = (*[""] * (value.dim() - 2), "y", "x")
-    if roles is None:
-        match value.dim():
-            case 3 if not value.is_floating_point():  # an image of token ids
-                roles = ("batch", "y", "x")
-            case 3:
-                roles = ("batch", "tokens", "")
-            case 4:
-                roles = ("batch", "", "y", "x")
-            case 6 if value.shape[1] > value.shape[4] * value.shape[5]:  # patches
-                roles = ("batch", "tokens", "", "", "", "")
-            case 6:  # several videos or pictures
-                roles = ("batch", "frames", "", "", "y", "x")
-            case n:
-                raise CaptureError(
-                    f"{path}: the roles of {n} dimensions can't be inferred; pass "
-                    f"compile(roles={{{path!r}: ...}})"
-                )
-    size = {r: value.shape[i] for i, r in enumerate(roles) if r}
-    grid = (size["y"], size["x"]) if "y" in size else None
-    frames = size.get("frames", 1)
-    return PictureSizes(roles, size.get("batch", 0), grid, size.get("tokens"), frames)
-
-
-def axis_positions(tensors: Mapping[str, torch.Tensor], picture: PictureSizes) -> dict[str, Roles]:
-    """Return the roles of position lists, one list per axis: the last two are the image's axes."""
-    found: dict[str, Roles] = {}
-    if picture.grid is None:
-        return found
-    for paths in position_lists(tensors):
-        sizes = tuple(tensors[p].shape[0] for p in paths[-2:])
-        for patch in (1, 2, 4, 8, 16):
-            if len(paths) > 1 and sizes == tuple(n / patch for n in picture.grid):
-                scale = f"/{patch}" if patch > 1 else ""
-                found.update(zip(paths[-2:], ((f"y{scale}",), (f"x{scale}",)), strict=True))
-                found.update({p: ("",) for p in paths[:-2]})
-                break
-    return found
-
-
-def guess(
-    path: str, value: torch.Tensor, picture: PictureSizes, texts: dict[int, str], masks: set[int]
-) -> Roles:
-    """Guess the roles of an argument that isn't the image itself."""
-    shape, name = list(value.shape), path.lower()
-    roles = [""] * len(shape)
-    if not shape:
-        return ()
-    textual = any(w in name for w in TEXT_WORDS) and "latent" not in name
-    if textual and picture.frames > 1 and shape[0] == picture.batch * picture.frames:
-        roles[0] = EACH_FRAME
-        if len(shape) == 3 and shape[1] > 1:
-            roles[1] = texts.setdefault(shape[1], f"text:{len(texts)}")
-        return tuple(roles)
-    if textual and len(shape) == 4 and shape[0] != picture.batch and shape[1] == picture.batch:
-        text = texts.setdefault(shape[2], f"text:{len(texts)}") if shape[2] > 1 else ""
-        return ("", "batch", text, "")  # text states of several layers, layer by layer
-    ids = len(shape) == 2 and ("ids" in name or "rotary" in name) and shape[0] != picture.batch
-    rest = 0
-    steps = len(shape) == 2 and any(w in name for w in STEP_WORDS)
-    if steps and picture.frames > 1 and tuple(shape) == (picture.batch, picture.frames):
-        return "batch", "frames"  # a step for each frame
-    certain = token_role(shape[0], picture) is None or len(shape) in (1, 3, 4)
-    if shape[0] == picture.batch and not ids and certain:
-        roles[0], rest = "batch", 1
-    spatial = spatial_roles(shape, picture)
-    if picture.frames > 1 and len(shape) == 4 and shape[0] == picture.batch * picture.frames:
-        return (EACH_FRAME, "", *(spatial or ("", "")))
-    if rest == 1 and spatial is not None:
-        return ("batch", *between(shape, picture), *spatial)
-    if rest >= len(shape):
-        return tuple(roles)
-    handed_on = any(w in name for w in CACHE_WORDS)
-    if len(shape) == 4 and not textual and not handed_on:  # an image of another size
-        return tuple(roles)
-    if rest == 1 and len(shape) == 4:  # several vectors per token, or several texts
-        first, second = shape[1:3]
-        masked = (first in masks) - (second in masks)
-        rest = 1 if masked > 0 or (masked == 0 and first >= second) else 2
-    length = shape[rest]
-    token = token_role(length, picture)
-    numbers = token is not None and (steps or not value.is_floating_point())  # one per patch
-    sequence = len(shape) - rest >= 2 or "mask" in name or "ids" in name or numbers
-    if shape == [length] and textual and length in texts and not value.is_floating_point():
-        return (texts[length],)  # positions of the text
-    if not sequence or (rest == 0 and len(shape) == 1):
-        return tuple(roles)
-    if token is not None and not textual:
-        roles[rest] = token
-    elif "pooled" not in name and length > 1:
-        known = length in texts or "mask" in name or "input_ids" in name
-        if known or len(shape) - rest >= 2 or (rest == 0 and textual):
-            roles[rest] = texts.setdefault(length, f"text:{len(texts)}")
-    if "mask" in name and len(shape) - rest == 2 and shape[-1] == length:  # from token to token
-        roles[-1] = roles[rest]
-    return tuple(roles)
-
-
-def between(shape: Sequence[int], picture: PictureSizes) -> list[str]:
-    """Return the roles between the batch and the last two axes: features, perhaps frames."""
-    roles = [""] * (len(shape) - 3)
-    own = picture.roles.index("frames") if "frames" in picture.roles else 0
-    if len(shape) == 5 and picture.frames > 1:
-        axes = [axis for axis in (own, 2, 1) if axis < 3 and shape[axis] == picture.frames]
-        for axis in axes[:1]:
-            roles[axis - 1] = "frames"
-    return roles
-
-
-def token_role(length: int, picture: PictureSizes) -> str | None:
-    """Return the role of a dimension as long as the image's token axis (in patches), or None."""
-    if length <= 1:
-        return None
-    if picture.tokens is not None:
-        return "tokens" if length == picture.tokens else None
-    if length == picture.padded:
-        return f"tokens/1:{length}"
-    if picture.grid is not None:
-        h, w = picture.grid
-        for patch in (1, 2, 4, 8, 16):
-            each = (h // patch) * (w // patch)
-            if h % patch == 0 and w % patch == 0 and each > 1 and picture.frames * each == length:
-                return f"tokens/{patch * patch}"
-    return None
-
-
-def spatial_roles(shape: Sequence[int], picture: PictureSizes) -> tuple[str, str] | None:
-    """Return the roles of the last two dimensions if they are the image's at some scale."""
-    if picture.grid is None or len(shape) < 4:
-        return None
-    (h, w), (y, x) = picture.grid, (shape[-2], shape[-1])
-    if (y, x) == (h, w):
-        return "y", "x"
-    for scale in (2, 4, 8, 16, 32):
-        if (y, x) == (h * scale, w * scale):
-            return f"y*{scale}", f"x*{scale}"
-        if (y, x) == (-(-h // scale), -(-w // scale)):
-            return f"y/{scale}", f"x/{scale}"
-    return None
 
 
 def batch_axis(roles: Roles) -> int | None:
@@ -363,11 +103,22 @@ def observed_sizes(leaves: Sequence[Argument], values: Sequence[Any]) -> Sizes:
 
 
 def shapes_of(leaves: Sequence[Argument], values: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Return the shape of each argument; for an integer with a role, the integer itself."""
+    """Return the shape of each argument; for an integer with a role, the integer itself.
+
+    The numbers of a tensor that has sides of the picture follow its shape.
+    """
     return [
-        tuple(value.shape) if leaf.tensor else (value,) if leaf.roles else ()
+        (*value.shape, *numbers_of(leaf, value)) if leaf.tensor else (value,) if leaf.roles else ()
         for leaf, value in zip(leaves, values, strict=True)
     ]
+
+
+def numbers_of(leaf: Argument, value: torch.Tensor) -> list[int]:
+    """Return the numbers of the first sample in a tensor that has sides of the picture."""
+    if not leaf.sides:
+        return []
+    own = value[:1] if leaf.roles[0] == "batch" else value
+    return [int(n) for n in own.flatten().tolist()]
 
 
 def sizes_of(leaves: Sequence[Argument], shapes: Sequence[Sequence[int]]) -> Sizes:
@@ -375,16 +126,44 @@ def sizes_of(leaves: Sequence[Argument], shapes: Sequence[Sequence[int]]) -> Siz
     sizes: Sizes = {}
     seen: dict[str, str] = {}
     for leaf, shape in zip(leaves, shapes, strict=True):
-        sides = zip(leaf.roles, shape, strict=True)
-        for role, size in sides if leaf.tensor else starmap(side_of, sides):
+        own = zip(leaf.roles, shape[: len(leaf.roles)], strict=True)
+        for role, size in own if leaf.tensor else starmap(side_of, own):
             named = role.startswith(("text:", NUMBER))
             if role in ("batch", "frames", "y", "x", "tokens") or named:
                 if sizes.setdefault(role, int(size)) != size:
                     raise SizesDisagree(leaf.path, role, size, f"{sizes[role]} in {seen[role]}")
                 seen.setdefault(role, leaf.path)
     sizes.setdefault("batch", 1)
+    add_sides(leaves, shapes, sizes)
     check_each_frame(leaves, shapes, sizes)
     return sizes
+
+
+def add_sides(leaves: Sequence[Argument], shapes: Sequence[Sequence[int]], sizes: Sizes) -> None:
+    """Add the sides in tensors to the sizes that shapes show; raise SizesDisagree for others."""
+    for leaf, shape in zip(leaves, shapes, strict=True):
+        if not leaf.sides:
+            continue
+        numbers = list(zip(leaf.sides, shape[len(leaf.roles) :], strict=True))
+        for axis, size in starmap(side_of, numbers):
+            if axis in ("frames", "y", "x"):
+                sizes.setdefault(axis, size)
+        for role, number in numbers:
+            if role and not is_side(role, number, sizes):
+                wanted = f"the picture has {sizes.get('y')} x {sizes.get('x')} sites"
+                raise SizesDisagree(leaf.path, f"number {role!r}", number, wanted)
+        for other, own in zip(leaves, shapes, strict=True):
+            for role, size in zip(other.roles, own, strict=False):
+                if role == "tokens/1" and size != role_size(role, sizes):
+                    tokens = f"{other.path} has {size} tokens"
+                    raise SizesDisagree(leaf.path, "picture", role_size(role, sizes), tokens)
+
+
+def is_side(role: str, number: int, sizes: Mapping[str, int]) -> bool:
+    """Return True if a number is what its role is in a call with these sizes."""
+    if role[:2] in ("y/", "x/"):
+        return number * int(role[2:]) == sizes[role[0]]
+    return number == role_size(role, sizes)
 
 
 def check_each_frame(
@@ -392,7 +171,7 @@ def check_each_frame(
 ) -> None:
     """Raise SizesDisagree for an argument that hasn't an entry for each frame of each request."""
     for leaf, shape in zip(leaves, shapes, strict=True):
-        for role, size in zip(leaf.roles, shape, strict=True):
+        for role, size in zip(leaf.roles, shape[: len(leaf.roles)], strict=True):
             if role == EACH_FRAME and size != role_size(role, sizes):
                 wanted = f"{sizes['batch']} * {sizes['frames']} in the video"
                 raise SizesDisagree(leaf.path, role, int(size), wanted)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from maskfx.compiler.capture.roles import Argument
+from maskfx.compiler.capture.roles import Argument, flatten
 from maskfx.ir.lanes import NotLaned
 from maskfx.ir.objects import copied_tree
 
@@ -31,6 +31,9 @@ READS = frozenset(
         *("nonzero", "argwhere", "masked_select", "bincount"),
     ]
 )
+# functions whose arguments behind the first one are sizes
+SIZED = frozenset(["reshape", "view", "expand", "repeat", "narrow", "split", "unflatten"])
+MADE = frozenset(["arange", "zeros", "ones", "empty", "full"])
 INDEXED = frozenset(["__getitem__", "__setitem__", "index_put", "index_put_"])
 
 
@@ -91,8 +94,10 @@ def deciding(name: str, args: Sequence[Any], given: Sequence[Tensor]) -> Iterato
     alone = name == "where" and len(args) == 1
     if alone or name in READS or name.removeprefix("_").startswith("unique"):
         yield from given
-    elif name == "repeat_interleave":
+    elif name == "repeat_interleave" or name in SIZED:
         yield from tensors_in(args[1:])
+    elif name in MADE:
+        yield from tensors_in(args)
     elif name in INDEXED:
         parts = args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
         for part in parts:
@@ -114,22 +119,48 @@ def is_holdable(leaf: Argument, value: object) -> bool:
 
 
 def with_held(
-    module: nn.Module, leaves: Sequence[Argument], values: Sequence[object], spec: pytree.TreeSpec
+    module: nn.Module,
+    leaves: Sequence[Argument],
+    values: Sequence[object],
+    spec: pytree.TreeSpec,
+    sides: bool = False,
 ) -> list[Argument]:
     """Return the arguments; those are held whose contents decide sizes or are read by Python.
 
-    None is held if the samples of a call differ in one of them.
+    None is held if the samples of a call differ in one of them, or if the module fails. Tensors
+    with sides of the picture are held with `sides` only.
     """
-    pairs = list(enumerate(zip(leaves, values, strict=True)))
-    own = {i for i, (leaf, value) in pairs if is_holdable(leaf, value)}
+    free = {i for i, leaf in enumerate(leaves) if leaf.sides and not sides}
+    pairs = enumerate(zip(leaves, values, strict=True))
+    own = {i for i, (leaf, value) in pairs if is_holdable(leaf, value)} - free
+    read = read_of(module, own, values, spec)
+    alike = all(held_value(leaves[i], values[i]) is not None for i in read)
+    return [replace(leaf, held=alike and i in read) for i, leaf in enumerate(leaves)]
+
+
+def read_numbers(module: nn.Module, inputs: Mapping[str, object]) -> set[str]:
+    """Return the paths of the tensors of a few whole numbers that Python reads, or sizes need."""
+    paths, values, spec = flatten(inputs)
+    few = {i for i, v in enumerate(values) if isinstance(v, Tensor) and 0 < v.numel() <= LARGEST}
+    own = {i for i in few if not values[i].is_floating_point() and not values[i].is_meta}
+    return {paths[i] for i in read_of(module, own, values, spec)}
+
+
+def read_of(
+    module: nn.Module, own: set[int], values: Sequence[object], spec: pytree.TreeSpec
+) -> set[int]:
+    """Return which of some arguments a run of the module reads; none if it fails."""
     inputs = copied_tree(values, spec)
     given = pytree.tree_leaves(inputs)
     reads = ValueReads({i: given[i] for i in own})
-    if own:
+    try:
         with torch.no_grad(), reads:
-            module(**inputs)
-    alike = all(held_value(leaves[i], values[i]) is not None for i in reads.read)
-    return [replace(leaf, held=alike and i in reads.read) for i, leaf in enumerate(leaves)]
+            _ = module(**inputs) if own else None
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception:  # what it is, a run of the module shows
+        return set()
+    return reads.read
 
 
 def held_value(leaf: Argument, value: Any) -> Tensor | None:
@@ -149,4 +180,9 @@ def is_held(leaf: Argument, held: Tensor, value: object) -> bool:
     sizes = zip(leaf.roles, held.shape, value.shape, strict=True)
     if any(n != m and role != "batch" for role, n, m in sizes):
         return False
-    return bool((value == held.to(value.device)).all())
+    same = value == held.to(value.device)
+    if leaf.sides and not leaf.held:  # other pictures have other sides, and all samples the same
+        alike = value == (value[:1] if leaf.roles[0] == "batch" else value)
+        sides = torch.tensor([bool(role) for role in leaf.sides], device=value.device)
+        same = alike & (same | sides.view(held.shape))
+    return bool(same.all())

@@ -1,8 +1,8 @@
 """DenseBatcher: runs dense calls of equal shapes as one call of the module with a longer batch.
 
-The batch dimension is inferred from the arguments (`compiler/capture/roles.py`), once per shape.
-Before calls of a kind are batched, two different calls run once in one batch and once alone; if
-the results differ, calls of that kind are not batched, and `refused` keeps the reason.
+The batch dimension is inferred from the arguments (`compiler/capture/infer_roles.py`), once per
+shape. Before calls of a kind are batched, two different calls run once in one batch and once alone;
+if the results differ, calls of that kind are not batched, and `refused` keeps the reason.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.capture.infer_roles import infer
 from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import MaskfxError
 from maskfx.ir.lru import LruCache
@@ -154,7 +155,7 @@ class DenseBatcher:
 
     def _form(self, inputs: Inputs, values: list[object], spec: pytree.TreeSpec) -> CallForm | None:
         try:
-            leaves = roles_.infer(self.module, inputs, self.roles)
+            leaves = infer(self.module, inputs, self.roles)
             batch = roles_.observed_sizes(leaves, values)["batch"]
         except MaskfxError:  # the roles can't be inferred
             return None

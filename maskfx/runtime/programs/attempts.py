@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.attempt_sizes import has_batch
 from maskfx.compiler.capture.grid_numbers import grid_numbers
+from maskfx.compiler.capture.tensor_sides import small_wholes
 from maskfx.compiler.compile import Compilation, flat_graph
 from maskfx.runtime.batch.flops import graph_flops
 
@@ -23,6 +24,7 @@ class Attempt:
     fixed: bool = False
     one: bool = False
     grid: bool = False
+    turned: bool = False
     held: bool = False
     still: bool = False
 
@@ -46,38 +48,81 @@ def narrowest(
     alike = [one for one in every if one.capture.single == single and serves_form(one, inputs)]
     for one in (one for one in alike if holds_values(one) or holds_sizes(one)):
         alone = not single and one.capture.pyramid.batch == 1
-        how = Attempt(single=single, one=alone, held=holds_values(one), still=holds_sizes(one))
-        new = compiled(inputs, how)
+        new = compiled(inputs, replace(like(one), single=single, one=alone))
         if new.program is not None:
             return new
         break
-    if any(is_frozen_program(one, inputs, single) for one in every):
-        new = compiled(inputs, Attempt(single=single, fixed=True))
+    for one in (one for one in every if is_frozen_program(one, inputs, single)):
+        new = compiled(inputs, replace(like(one), single=single, fixed=True))
         if new.program is not None:
             return new
+        break
     new = compiled(inputs, Attempt(not dense, single))
     if dense:
         return new
-    for grid in (False, True):
-        if grid and not lies_on_grid(new, inputs):
+    sides = False
+    for grid, turned in ((False, False), (True, False), (True, True)):
+        if grid and not lies_on_grid(new, inputs) or turned and not sides:
             break
+        way = Attempt(grid=grid, turned=turned)
         if grid:
-            new = better(new, compiled(inputs, Attempt(single=single, grid=True)))
+            found = compiled(inputs, replace(way, single=single))
+            sides, new = has_sides(found), better(new, found)
         if not single and treats_alone(new):
-            new = better(new, compiled(inputs, Attempt(one=True, grid=grid)))
+            new = better(new, compiled(inputs, replace(way, one=True)))
         if asks_for_size(new):
-            new = better(new, compiled(inputs, Attempt(single=single, fixed=True, grid=grid)))
+            new = better(new, compiled(inputs, replace(way, single=single, fixed=True)))
+    holds = False
     if new.reasons and new.capture.reads:
-        held = compiled(inputs, Attempt(single=single, held=True))
-        if not single and holds_values(held) and treats_alone(held):
-            held = better(held, compiled(inputs, Attempt(one=True, held=True)))
-        new = better(new, held)
+        found = with_values(compiled, inputs, single, sides)
+        holds, new = holds_values(found) and found.program is not None, better(new, found)
     if runs_mostly_in_full(new):
-        holds = holds_values(new)
         new = better(new, compiled(inputs, Attempt(single=single, held=holds, still=True)))
         if not single and new.reasons:
             new = better(new, compiled(inputs, Attempt(one=True, held=holds, still=True)))
     return new
+
+
+def with_values(
+    compiled: Callable[[dict[str, object], Attempt], Compilation],
+    inputs: dict[str, object],
+    single: bool,
+    sides: bool,
+) -> Compilation:
+    """Compile a module for what its arguments hold now, and for one picture size if need be.
+
+    Args:
+        compiled: compiles the module in one way.
+        inputs: the arguments.
+        single: whether they are of one sample, and what is compiled.
+        sides: whether tensors have sides of the picture.
+    """
+    ways = [Attempt(single=single, held=True)]
+    if sides:
+        both = [replace(ways[0], grid=True), replace(ways[0], grid=True, turned=True)]
+        ways = [*both, *(replace(way, still=True) for way in both), *ways]
+    best = compiled(inputs, ways[0])
+    for way in ways:
+        found = best if way is ways[0] else compiled(inputs, way)
+        if not single and holds_values(found) and treats_alone(found):
+            found = better(found, compiled(inputs, replace(way, one=True)))
+        best = better(best, found)
+        if best.program is not None:
+            break
+    return best
+
+
+def like(found: Compilation) -> Attempt:
+    """Return the way in which another picture size, or other values, may be captured alike."""
+    orders = (leaf.sides for leaf in found.capture.leaves if leaf.sides)
+    return Attempt(
+        grid=has_sides(found),
+        turned=any(
+            [role[0] for role in order if role[:1] in ("y", "x")][:1] == ["x"] for order in orders
+        ),
+        held=holds_values(found),
+        still=holds_sizes(found),
+    )
 
 
 def tried_in_vain(one: Compilation) -> bool:
@@ -89,6 +134,11 @@ def is_frozen_program(found: Compilation, inputs: Mapping[str, object], single: 
     """Return True for a program of one size that stands for calls with arguments like these."""
     frozen = found.capture.frozen is not None and found.capture.single == single
     return frozen and serves_form(found, inputs)
+
+
+def has_sides(found: Compilation) -> bool:
+    """Return True for a compilation that takes numbers in tensors for sides of the picture."""
+    return any(leaf.sides for leaf in found.capture.leaves)
 
 
 def holds_sizes(found: Compilation) -> bool:
@@ -133,24 +183,28 @@ def asks_for_size(found: Compilation) -> bool:
 
 
 def lies_on_grid(found: Compilation, inputs: Mapping[str, object]) -> bool:
-    """Return True if tokens may be the sites of a grid whose sides are integer arguments.
+    """Return True if numbers among the arguments, or in tensors that are read, may be sides.
 
     Each of several samples has sides of its own if these are in lists of a list.
     """
     paths, values, _ = roles_.flatten(inputs)
     sizes = roles_.observed_sizes(found.capture.leaves, values)
-    if not found.reasons or "tokens" not in sizes:
+    if not found.reasons:
         return False
-    sides = grid_numbers(paths, values, sizes["tokens"])
-    return bool(sides) and (sizes["batch"] == 1 or all(path.count(".") < 2 for path in sides))
+    sides = grid_numbers(paths, values, sizes["tokens"]) if "tokens" in sizes else {}
+    if sides:
+        return sizes["batch"] == 1 or all(path.count(".") < 2 for path in sides)
+    return found.capture.reads and any(small_wholes(v, sizes["batch"]) for v in values)
 
 
 def better(one: Compilation, other: Compilation) -> Compilation:
     """Return the compilation of which less runs dense; the first, if neither has a program.
 
-    Where the picture stands among padded tokens is certain only if all of them have rows.
+    Where the picture stands among padded tokens is certain only if all of them have rows, and so
+    is the order of the sides of packed tokens in a tensor.
     """
-    if other.program is None or other.reasons and presumes_padding(other):
+    unsure = presumes_padding(other) or presumes_order(other)
+    if other.program is None or other.reasons and unsure:
         return one
     return min(one, other, key=lambda found: (found.program is None, len(found.reasons)))
 
@@ -158,3 +212,9 @@ def better(one: Compilation, other: Compilation) -> Compilation:
 def presumes_padding(found: Compilation) -> bool:
     """Return True if the tokens behind the first ones of an argument are taken for padding."""
     return any(r.startswith("tokens/1:") for leaf in found.capture.leaves for r in leaf.roles)
+
+
+def presumes_order(found: Compilation) -> bool:
+    """Return True if the sides of packed tokens are numbers in a tensor, in an order presumed."""
+    shown = any(role[:1] in ("y", "x") for leaf in found.capture.leaves for role in leaf.roles)
+    return not shown and any("y" in role for leaf in found.capture.leaves for role in leaf.sides)

@@ -39,7 +39,10 @@ from maskfx.runtime.programs.proof import (
     Size,
     disorder_of,
     every_other,
+    fails,
+    has_sides_in,
     hides,
+    run_module,
     same_ranks,
     size_of,
     uneven_mask,
@@ -193,7 +196,10 @@ class ProgramCache:
             try:
                 sizes = roles_.observed_sizes(compilation.capture.leaves, values)
             except SizesDisagree as error:
-                if not error.role.startswith("text:"):  # other lengths get a separate capture
+                if error.role.startswith("text:"):  # other lengths get a separate capture
+                    continue
+                # numbers that were the sides of other pictures may be anything else in this call
+                if not has_sides_in(compilation, error.path) or fails(self.module, values, spec):
                     disagreement = error
                 continue
             if compilation.capture.serves(self.module, spec, values, sizes):
@@ -201,6 +207,10 @@ class ProgramCache:
         if disagreement is not None:
             raise disagreement
         return None
+
+    def _dense(self, inputs: dict[str, object]) -> object:
+        """Run the module itself; raise InputError if it fails on these inputs."""
+        return run_module(self.module, inputs)
 
     def _shares(self, values: list[object]) -> bool:
         """Return True if captures may serve equal modules, and theirs this one."""
@@ -355,17 +365,6 @@ class ProgramCache:
         if not self.every and not has_meta(self.module, values):
             calls = 2 if self.compares else 1
             self._kept = kept_in_calls(self.module, lambda: self._dense(copy_tree(inputs)), calls)
-
-    def _dense(self, inputs: dict[str, object]) -> object:
-        """Run the module itself; raise InputError if it fails on these inputs."""
-        try:
-            return self.module(**inputs)
-        except torch.OutOfMemoryError:
-            raise  # the caller may retry with smaller inputs
-        except Exception as error:
-            raise InputError(
-                f"{type(self.module).__name__} itself fails on these inputs: {error}"
-            ) from error
 
     def _prove(
         self,

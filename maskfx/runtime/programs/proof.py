@@ -1,4 +1,4 @@
-"""What a program is verified for and with: a size, a mask, and sites per region."""
+"""What a program is verified for and with: a size, the module, a mask, and sites per region."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.captured import Capture
+from maskfx.compiler.capture.roles import Argument
 from maskfx.compiler.compile import Compilation
+from maskfx.errors import InputError
+from maskfx.ir.objects import copied_tree
 from maskfx.ir.program import Region
 from maskfx.ir.values import PLAIN_TENSORS
 from maskfx.runtime.sites.mask import Mask
@@ -39,10 +43,49 @@ def disorder_of(compilation: Compilation, values: Sequence[object]) -> str:
 
 
 def same_ranks(capture_: Capture, values: Sequence[object]) -> bool:
+    """Return True if each argument is a tensor of the captured rank, or none as in the capture.
+
+    Of a tensor with sides of the picture the numbers are known, too.
+    """
     return all(
-        leaf.tensor and v.dim() == len(leaf.roles) if isinstance(v, Tensor) else not leaf.tensor
+        leaf.tensor and v.dim() == len(leaf.roles) and not (leaf.sides and is_unread(leaf, v))
+        if isinstance(v, Tensor)
+        else not leaf.tensor
         for v, leaf in zip(values, capture_.leaves, strict=True)
     )
+
+
+def is_unread(leaf: Argument, value: Tensor) -> bool:
+    """Return True if a tensor hasn't the numbers that sides of the picture are read of."""
+    each = value[:1] if leaf.roles[0] == "batch" else value
+    return value.is_meta or each.numel() != len(leaf.sides) or value.is_floating_point()
+
+
+def has_sides_in(compilation: Compilation, path: str) -> bool:
+    """Return True if an argument is a tensor that has sides of the picture among its numbers."""
+    return any(leaf.sides and leaf.path == path for leaf in compilation.capture.leaves)
+
+
+def run_module(module: nn.Module, inputs: dict[str, object]) -> object:
+    """Run a denoiser's module; raise InputError if it fails on these inputs."""
+    try:
+        return module(**inputs)
+    except torch.OutOfMemoryError:
+        raise  # the caller may retry with smaller inputs
+    except Exception as error:
+        raise InputError(
+            f"{type(module).__name__} itself fails on these inputs: {error}"
+        ) from error
+
+
+@torch.no_grad()
+def fails(module: nn.Module, values: Sequence[object], spec: pytree.TreeSpec) -> bool:
+    """Return True if a denoiser's module fails on these arguments."""
+    try:
+        run_module(module, copied_tree(values, spec))
+    except InputError:
+        return True
+    return False
 
 
 def uneven_mask(shape: Sequence[int]) -> Tensor:

@@ -45,6 +45,11 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([one.double().flatten() for one in tensors])
 
 
+def relative(made: Tensor, wanted: Tensor) -> float:
+    """Return the relative difference of what was made from what was wanted."""
+    return float((made - wanted).norm() / wanted.norm())
+
+
 def solve(
     terms: Sequence[Tensor], wanted: Tensor, shares: Tensor | None = None, ridge: float = 0.0
 ) -> Tensor:
@@ -88,7 +93,7 @@ class StepRule:
             ]
             weights = solve(terms, wanted)
             made = sum((w * t for w, t in zip(weights, terms, strict=True)), torch.zeros(1))
-            worst = float((made - wanted).norm() / wanted.norm())
+            worst = relative(made, wanted)
             if worst < EXACT:
                 return cls(tuple(weights.tolist()))
         raise InputError(
@@ -112,8 +117,8 @@ class StepRule:
 
 def fit_gap(
     full: Sequence[RunLog], own: Sequence[RunLog], computed: Sequence[int], gap: range
-) -> tuple[dict[int, tuple[float, ...]], float]:
-    """Return the weights of the steps of a gap, and the relative error behind it.
+) -> tuple[dict[int, tuple[float, ...]], dict[int, float]]:
+    """Return the weights of the steps of a gap, and the relative error of the latents behind each.
 
     Args:
         full: Runs that compute every step.
@@ -125,8 +130,7 @@ def fit_gap(
     first = gap.start
     latents = [flat([log.before[step] for log in own]) for step in (first - 1, first)]
     outputs = [flat([log.outputs[first - 1] for log in own])]
-    found = {}
-    error = 0.0
+    found, errors = {}, {}
     for step in gap:
         rule = StepRule.measured(full, step)
         wanted, rest = flat([log.after[step] for log in full]), rule.rest(latents, outputs)
@@ -140,5 +144,5 @@ def fit_gap(
         found[step] = (float(weights[0]) / scale, *weights[1:].tolist())
         after = rest + rule.weights[1] * output
         latents, outputs = [latents[-1], after], [output]
-        error = float((after - wanted).norm() / wanted.norm())
-    return found, error
+        errors[step] = relative(after, wanted)
+    return found, errors

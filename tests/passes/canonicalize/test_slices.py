@@ -112,7 +112,10 @@ def test_edits_as_the_one_operator_does(attend: Any) -> None:
     assert error(*found) < TOLERANCE
 
 
-@pytest.mark.parametrize("attend", [crossed, cropped, scaled, changed])
+@pytest.mark.parametrize(
+    "attend",
+    [cropped, changed, *(pytest.param(one, marks=pytest.mark.slow) for one in (crossed, scaled))],
+)
 def test_keeps_what_the_one_operator_cannot_do(attend: Any) -> None:
     module = Attends(attend)
     assert run_pass(canonicalize_slices, module, tokens).unchanged
