@@ -8,7 +8,6 @@ serves only calls of these sizes.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -32,9 +31,9 @@ from maskfx.compiler.capture.attempt_sizes import (
 from maskfx.compiler.capture.branches import BranchesOnSteps, Unexportable, split_off
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.export import drop_refills, export_as_answered, quiet, spell_views
+from maskfx.compiler.capture.exported_twin import twin_of
 from maskfx.compiler.capture.grid_numbers import axis_of
 from maskfx.compiler.capture.infer_roles import infer
-from maskfx.compiler.capture.light_run import NotLight, light_twin
 from maskfx.compiler.capture.number_inputs import as_inputs, read_by
 from maskfx.compiler.capture.obstacles import obstacle
 from maskfx.compiler.capture.opened_sides import close, opened, with_numbers
@@ -42,7 +41,6 @@ from maskfx.compiler.capture.plain_attention import plain_attention
 from maskfx.compiler.capture.recurrent_layers import RecurrentLayers
 from maskfx.compiler.capture.roles import Argument, Sizes
 from maskfx.compiler.capture.routings import presumed, with_experts
-from maskfx.compiler.capture.twin import NoTwin
 from maskfx.compiler.capture.value_reads import (
     depends_on_values,
     held_value,
@@ -51,7 +49,6 @@ from maskfx.compiler.capture.value_reads import (
 )
 from maskfx.compiler.capture.whole import WholeModules, has_unknown_size
 from maskfx.ir import progress
-from maskfx.ir.callables import is_called
 from maskfx.ir.lanes import set_lane
 from maskfx.ir.number_settings import Place
 from maskfx.ir.objects import new_objects
@@ -64,11 +61,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SINGLE_ATTEMPTS = 4  # sizes that are tried for one sample, after others were for a batch
-# of diffusers' blocks: the number of tokens that feed-forward layers compute at once, which saves
-# memory and changes no result; a graph would have each of these layers once per chunk
-CHUNKS = "_chunk_size"
-# of attention processors: the number of heads that attention computes at once; the same holds
-SLICES = "slice_size"
 DENSE = 'mode="dense" leaves the module as it is'
 CAPTURING = RLock()  # an export changes what the whole process shares, such as functions of torch
 
@@ -210,22 +202,6 @@ def unless_thin(
     other.single, other.compared = found.single, found.compared
     serves = other.serves(whole.own, call.spec, call.values, call.sizes)
     return other if serves and not is_thin(other.module) else found
-
-
-def twin_of(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a module with the same weights to export, or the module itself if it has no twin."""
-    try:
-        twin = light_twin(module).module
-    except (NoTwin, NotLight) as error:
-        log.debug("%s is exported itself: %s", type(module).__name__, error)
-        return module
-    for part in twin.modules():
-        if vars(part).get(CHUNKS):
-            setattr(part, CHUNKS, None)
-        for called in filter(is_called, vars(part).values()):
-            if type(getattr(called, "__dict__", {}).get(SLICES)) is int:
-                setattr(called, SLICES, sys.maxsize)
-    return twin
 
 
 @dataclass(frozen=True)
