@@ -484,7 +484,7 @@ def test_captures_are_of_the_settings_that_a_run_begins_with(monkeypatch: pytest
     """Pipelines set some themselves, after those before the run became part of a template's key."""
     module: Any = Denoiser()
     denoiser, forgotten = CompiledDenoiser(module, Settings()), list[float]()
-    monkeypatch.setattr(CompiledDenoiser, "forget", lambda _: forgotten.append(module.scale))
+    monkeypatch.setattr(denoiser, "follow_settings", lambda: forgotten.append(module.scale))
     one, other = (
         PipelineState(
             call, {"unet": denoiser}, TemplateLibrary(Tiers(host_bytes=1)), Quality(), print

@@ -32,7 +32,7 @@ SIDES = ("frames", *AXES)
 
 def opened_argument(leaves: Sequence[Argument]) -> int | None:
     """Return the number of the tensor that alone shows the sides of a picture, or None."""
-    shown = {axis_of(role)[0] for leaf in leaves for role in leaf.roles}
+    shown = {role.partition("*")[0] for leaf in leaves for role in leaf.roles}
     for number, leaf in enumerate(leaves):
         sides = {axis_of(role)[0] for role in leaf.sides}
         if not leaf.held and shown.isdisjoint(AXES) and sides.issuperset(AXES):
