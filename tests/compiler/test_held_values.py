@@ -86,6 +86,7 @@ def test_a_capture_serves_samples_that_all_have_its_values(
     assert near(denoiser.batch([{**inputs, "held": mixed}])[0], denoiser.module(**inputs))
 
 
+@pytest.mark.slow
 def test_the_captures_used_last_are_kept() -> None:
     case = OWN["held-count"]
     denoiser = maskfx.compile(case.build())

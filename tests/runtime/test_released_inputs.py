@@ -15,7 +15,10 @@ from tests.factories.zoo import ZOO, Size
 from tests.runtime.test_oracle import denoiser_of
 
 
-@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "ZImageTransformer2DModel"])
+@pytest.mark.parametrize(
+    "name",
+    ["FluxTransformer2DModel", pytest.param("ZImageTransformer2DModel", marks=pytest.mark.slow)],
+)
 def test_arguments_are_released_with_their_request(name: str) -> None:
     """Two samples, whose arguments are cut into views; texts are computed once per request."""
     case, size = ZOO[name], Size(batch=2)

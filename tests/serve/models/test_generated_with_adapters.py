@@ -106,6 +106,7 @@ def test_templates_dont_depend_on_what_ip_adapters_are_shown(adapted: Served) ->
     assert edited(adapted, plain, shown=(A,))[0] == 0
 
 
+@pytest.mark.slow
 def test_with_its_control_images_and_scales_an_edit_records_nothing(controlled: Served) -> None:
     family = controlled.model.family
     assert family.generator is not family.editor
