@@ -13,6 +13,8 @@ from torch import Tensor
 import maskfx
 from maskfx.compiler.capture.tensor_sides import roles_in
 from maskfx.export.exporter import export
+from maskfx.runtime.programs import program_cache
+from maskfx.runtime.programs.proof import fails
 from maskfx.runtime.programs.shared_programs import shared_programs
 from tests.factories.masks import MASKS
 from tests.factories.own_cases import OWN
@@ -110,6 +112,28 @@ def test_numbers_that_are_the_sides_by_chance() -> None:
 
     denoiser = maskfx.compile(built(partial(OtherSides, listed)))
     check(denoiser, call(SQUARE, 6, 6), call(SQUARE, 2, 3), call(WIDE, 6, 6), call(TALL, 6, 10))
+
+
+def test_other_numbers_than_sides_cost_no_run_of_the_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether the module takes them is known from the first such call."""
+    sample = Draw(1).normal(1, 4, SQUARE.height, SQUARE.width)
+    own, other = (
+        {**sides(SQUARE, 1), "sample": sample, "img_sizes": rows(SQUARE, *numbers)}
+        for numbers in ((6, 6), (2, 3))
+    )
+    denoiser, asked = maskfx.compile(built(partial(OtherSides, listed))), list[bool]()
+
+    def counted(*given: Any) -> bool:
+        asked.append(fails(*given))
+        return asked[-1]
+
+    monkeypatch.setattr(program_cache, "fails", counted)
+    check(denoiser, own, other)
+    assert asked == [False]
+    check(denoiser, other, own, other)
+    assert asked == [False]
 
 
 def test_sides_that_are_not_the_tokens() -> None:

@@ -17,7 +17,8 @@ from maskfx.export.manifest import read_manifest
 from maskfx.export.verify import verify
 from maskfx.export.weight_files import WeightFiles
 from maskfx.export.write_only import UncomparedDenoiser
-from maskfx.runtime.programs.program_cache import ProgramCache
+from maskfx.runtime.programs import program_cache
+from maskfx.runtime.programs.proof import run_module
 from tests.export.tiny import Tiny, arguments, tiny
 from tests.factories.zoo import ZOO
 
@@ -160,13 +161,13 @@ class Filling(Tiny):
 def test_a_module_that_fills_tables_is_run_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs, real = [], ProgramCache._dense
+    runs = []
 
-    def dense(self: ProgramCache, inputs: dict[str, Any]) -> Any:
+    def dense(module: nn.Module, inputs: dict[str, Any]) -> Any:
         runs.append(inputs)
-        return real(self, inputs)
+        return run_module(module, inputs)
 
-    monkeypatch.setattr(ProgramCache, "_dense", dense)
+    monkeypatch.setattr(program_cache, "run_module", dense)
     module = Filling().eval().requires_grad_(False)
     export(module, tmp_path / "x", format="pt2", example_inputs=arguments(), compare=False)
     assert len(runs) == 1

@@ -177,7 +177,7 @@ class ProgramCache:
             elif self._shares(values):
                 self._sharing.give(found)
         found = self._proven(found, values, spec)
-        states.restore(lambda: self._dense(copy_tree(inputs)))
+        states.restore(lambda: run_module(self.module, copy_tree(inputs)))
         return found
 
     def _first_serving(
@@ -188,6 +188,7 @@ class ProgramCache:
         single: bool,
     ) -> Compilation | None:
         disagreement: InputError | None = None
+        others: InputError | None = None  # numbers that may be anything but the picture's sides
         for compilation in among:
             if spec != compilation.capture.in_spec or not same_ranks(compilation.capture, values):
                 continue
@@ -196,21 +197,18 @@ class ProgramCache:
             try:
                 sizes = roles_.observed_sizes(compilation.capture.leaves, values)
             except SizesDisagree as error:
-                if error.role.startswith("text:"):  # other lengths get a separate capture
-                    continue
-                # numbers that were the sides of other pictures may be anything else in this call
-                if not has_sides_in(compilation, error.path) or fails(self.module, values, spec):
+                if has_sides_in(compilation, error.path):
+                    others = error
+                elif not error.role.startswith("text:"):  # other lengths get a separate capture
                     disagreement = error
                 continue
             if compilation.capture.serves(self.module, spec, values, sizes):
                 return compilation
+        if others is not None and fails(self.module, values, spec):
+            disagreement = others
         if disagreement is not None:
             raise disagreement
         return None
-
-    def _dense(self, inputs: dict[str, object]) -> object:
-        """Run the module itself; raise InputError if it fails on these inputs."""
-        return run_module(self.module, inputs)
 
     def _shares(self, values: list[object]) -> bool:
         """Return True if captures may serve equal modules, and theirs this one."""
@@ -364,7 +362,9 @@ class ProgramCache:
         """Run the module before the first capture, in which its tables would hold fake tensors."""
         if not self.every and not has_meta(self.module, values):
             calls = 2 if self.compares else 1
-            self._kept = kept_in_calls(self.module, lambda: self._dense(copy_tree(inputs)), calls)
+            self._kept = kept_in_calls(
+                self.module, lambda: run_module(self.module, copy_tree(inputs)), calls
+            )
 
     def _prove(
         self,
@@ -377,7 +377,7 @@ class ProgramCache:
         """Compare one recording and one edit with the module; return what is wrong, or ''."""
         shape = mask_shape(sizes)
         mask = uneven_mask(shape)
-        wanted = self._dense(copied_tree(values, spec))
+        wanted = run_module(self.module, copied_tree(values, spec))
         inputs = copied_tree(values, spec)
 
         def run(step: RecordStep | EditStep, mask: Mask | None = None) -> Any:
