@@ -47,8 +47,8 @@ def runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the denoiser was run")
 
     monkeypatch.setattr(Capture, "_agrees", never)
-    monkeypatch.setattr(ProgramCache, "_prove", never)
-    monkeypatch.setattr(ProgramCache, "_dense", never)
+    monkeypatch.setattr(program_cache.ProgramCache, "_prove", never)
+    monkeypatch.setattr(program_cache, "run_module", never)
 
 
 @pytest.mark.parametrize("name", REAL)
