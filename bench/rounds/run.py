@@ -4,9 +4,10 @@
 
 Writes bench/results/rounds.json. Parts: `scales` (both mixes of resolutions, Poisson and bursty, by
 SLO scale), `rates`, `homogeneous` (one resolution), `granularity` (steps of a round), `edits`
-(masked edits), `efficiencies` (other assumed step times), `fleets` (more devices), `optimum` (a few
-requests against an integer program) and `decisions` (milliseconds of a decision; the only part that
-measures this machine). Of each condition: the share of requests in time, in the mean over seeds,
+(masked edits), `both` (whole pictures and edits by one denoiser), `efficiencies` (other assumed
+step times), `fleets` (more devices), `optimum` (a few requests against an integer program) and
+`decisions` (milliseconds of a decision; the only part that measures this machine). Of each
+condition: the share of requests in time, in the mean over seeds,
 
 - for rounds (`rounds`), and for rounds in which nothing starts before the border (`at_borders`);
 - for the paper's Algorithm 1 as printed, with rounds of five steps (`paper`), and with late
@@ -39,6 +40,7 @@ from bench.rounds.simulation import (
     simulate_rounds,
 )
 from bench.rounds.workloads import (
+    EDITED,
     LOWER,
     RATES,
     REQUESTS,
@@ -46,6 +48,9 @@ from bench.rounds.workloads import (
     SIDES,
     TOKENS,
     Arrivals,
+    both,
+    both_costs,
+    both_rate,
     dense,
     edit,
     edit_costs,
@@ -61,7 +66,14 @@ from maskfx.scheduling.round_plan import Round, RoundRequest, RoundSettings
 from maskfx.scheduling.rounds import RoundScheduler
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-COMPARED = ("scales", "rates", "homogeneous", "granularity", "edits")  # the margins are of these
+COMPARED = (
+    "scales",
+    "rates",
+    "homogeneous",
+    "granularity",
+    "edits",
+    "both",
+)  # the margins are of these
 PARTS = (*COMPARED, "efficiencies", "fleets", "optimum", "decisions")
 SEEDS = (11, 12, 13)
 DEVICES = 8
@@ -105,12 +117,13 @@ def compared(
     asked = [draw(seed) for seed in SEEDS]
     others = fixed(costs, asked)
     done = rounds(costs, asked, settings)
-    shares = [o.in_time(d) for o, d in zip(done, asked, strict=True)]
+    by_seed = [o.in_time(d) for o, d in zip(done, asked, strict=True)]
     row = what | {
-        "rounds": statistics.mean(shares),
-        "rounds_least": min(shares),
-        "rounds_most": max(shares),
-        "by_sites": by_sites(done, asked),
+        "rounds": statistics.mean(by_seed),
+        "rounds_least": min(by_seed),
+        "rounds_most": max(by_seed),
+        "by_sites": shares(done, asked, lambda work: str(work.whole)),
+        "by_kind": shares(done, asked, lambda work: "edit" if work.bytes else "whole"),
         "at_borders": statistics.mean(
             o.in_time(d) for o, d in zip(rounds(costs, asked, settings, True), asked, strict=True)
         ),
@@ -166,12 +179,15 @@ def papers(costs: DegreeCosts, asked: Sequence[Sequence[Demand]]) -> Row:
     }
 
 
-def by_sites(done: Sequence[Outcome], asked: Sequence[Sequence[Demand]]) -> Row:
-    pairs = [(d.work.whole, d, o) for o, all in zip(done, asked, strict=True) for d in all]
-    return {
-        str(whole): statistics.mean(o.in_time([d]) for w, d, o in pairs if w == whole)
-        for whole in sorted({w for w, _, _ in pairs})
-    }
+def shares(
+    done: Sequence[Outcome], asked: Sequence[Sequence[Demand]], name: Callable[[Work], str]
+) -> Row:
+    """The share in time of the requests whose work has a name, over all seeds, by name."""
+    found: dict[str, list[float]] = {}
+    for outcome, demands in zip(done, asked, strict=True):
+        for demand in sorted(demands, key=lambda d: d.work.whole):
+            found.setdefault(name(demand.work), []).append(outcome.in_time([demand]))
+    return {key: statistics.mean(of) for key, of in found.items()}
 
 
 # The parts.
@@ -228,6 +244,18 @@ def edited(count: int) -> list[Row]:
 
             what = arrivals.describe() | {"load": load}
             found.append(compared(costs, draw, what, RoundSettings()))
+    return found
+
+
+def edits_among_pictures(count: int) -> list[Row]:
+    costs, found = both_costs(), []
+    for burst in (1.0, 2.0):
+        for edited in EDITED:
+            rate = both_rate(costs, edited)
+            for scale in EDIT_SCALES:
+                arrivals = Arrivals("uniform", rate, scale, burst, edited)
+                draw = partial(both, arrivals, costs, count)
+                found.append(compared(costs, draw, arrivals.describe(), RoundSettings()))
     return found
 
 
@@ -385,6 +413,7 @@ MAKERS: dict[str, Callable[[int], list[Row]]] = {
     "homogeneous": homogeneous,
     "granularity": granularity,
     "edits": edited,
+    "both": edits_among_pictures,
     "efficiencies": efficiencies,
     "fleets": fleets,
     "optimum": optimum,
@@ -420,7 +449,11 @@ def main(command: Sequence[str]) -> None:
     result = header("bench.rounds", command)
     result |= {
         "kind": "simulated; only the milliseconds of decisions are measured",
-        "costs": {"images": flux_costs().origin, "edits": edit_costs().origin},
+        "costs": {
+            "images": flux_costs().origin,
+            "edits": edit_costs().origin,
+            "both": both_costs().origin,
+        },
         "devices": DEVICES,
         "seeds": SEEDS,
         "requests": given.requests,

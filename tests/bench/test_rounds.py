@@ -14,12 +14,17 @@ from bench.rounds.workloads import (
     TABLE_STEPS,
     TFLOP,
     Arrivals,
+    both,
+    both_costs,
+    both_rate,
     dense,
     edit_costs,
+    edit_deadline,
     edit_rate,
     edits,
     flux_costs,
     images,
+    part,
 )
 from maskfx.scheduling.load import Demand
 from maskfx.scheduling.round_plan import LatePolicy, RoundSettings
@@ -111,6 +116,36 @@ def test_the_load_of_edits_is_the_share_of_busy_devices() -> None:
     demands = edits(arrivals, costs, 3000, seed=1)
     outcome = simulate_fixed(costs, 8, 1, "fcfs", demands, EXACT, drop=False)
     assert outcome.busy / (8 * demands[-1].arrived) == pytest.approx(0.6, rel=0.05)
+
+
+def test_an_edit_costs_its_share_of_a_whole_picture_by_the_same_denoiser() -> None:
+    """Beside the base, which both share; what it loads takes longer only where little is masked."""
+    costs = both_costs()
+    base = costs.one.base
+    assert costs.step(1, [part(2048, 1.0)]) == costs.step(1, [dense(2048)])
+    for ratio in (0.5, 0.25):
+        wanted = base + ratio * (costs.step(1, [dense(2048)]) - base)
+        assert costs.step(1, [part(2048, ratio)]) == pytest.approx(wanted)
+    small = part(2048, 0.02)
+    assert costs.step(1, [small]) == pytest.approx(small.bytes / 50e9)
+    assert costs.step(4, [small]) == pytest.approx(small.bytes / 50e9 / 4)
+    whole, edit = (costs.step(1, [work]) for work in (dense(1024), part(1024, 0.2)))
+    assert edit_deadline(costs, 1024) / 3.0 == pytest.approx(edit / whole)
+
+
+def test_pictures_and_edits_come_in_their_shares_with_the_same_work_per_minute() -> None:
+    costs, work = both_costs(), []
+    for edited in (0.0, 0.7):
+        rate = both_rate(costs, edited)
+        asked = both(Arrivals(per_minute=rate, edited=edited), costs, 3000, seed=1)
+        masked = [d for d in asked if d.work.sites < d.work.whole]
+        assert len(masked) / len(asked) == pytest.approx(edited, abs=0.03)
+        assert all(d.work.bytes > 0 for d in masked)
+        seconds = sum(costs.step(1, [d.work]) for d in asked)
+        work.append(seconds / asked[-1].arrived)
+    assert work[0] == pytest.approx(work[1], rel=0.08)
+    outcome = simulate_rounds(RoundScheduler(costs, 8), asked[:60], Machine())
+    assert {*outcome.ended, *outcome.dropped} == {d.id for d in asked[:60]}
 
 
 def test_a_small_run_is_whole(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from maskfx.scheduling.outlook import (
     narrow_first,
     schedules,
 )
-from maskfx.scheduling.placement import Devices
+from maskfx.scheduling.placement import Devices, FreeDevices
 from maskfx.scheduling.profile_memo import ProfileMemo
 from maskfx.scheduling.round_plan import LatePolicy, Round, RoundRequest, RoundSettings
 from maskfx.scheduling.rounds import RoundScheduler, round_length
@@ -148,7 +148,9 @@ def test_within_a_round_groups_use_free_devices_and_end_by_the_border(
     taken = data.draw(st.sets(st.integers(0, devices - 1), max_size=devices))
     border = data.draw(st.floats(0.01, 2.0))
     scheduler = RoundScheduler(COSTS, devices, rules)
-    decided = scheduler.decide_within(0.0, border, [Devices(n, 1) for n in taken], asked)
+    open_devices = FreeDevices(devices, [Devices(n, 1) for n in taken])
+    decided = scheduler.decide_within(0.0, border, open_devices, asked)
+    assert open_devices.count == devices - len(taken)  # as they were given
     assert all(group.seconds <= border for group in decided.groups)
     used = {n for group in decided.groups for n in group.devices.numbers}
     assert not used & taken
@@ -162,7 +164,7 @@ def test_within_a_round_groups_use_free_devices_and_end_by_the_border(
 def test_within_a_round_a_group_grows_onto_free_devices_beside_it() -> None:
     scheduler = RoundScheduler(COSTS, 8)
     (group,) = scheduler.decide_within(
-        0.0, 2.0, [Devices(0, 4)], [request("a", 4000, due=9.0)]
+        0.0, 2.0, FreeDevices(8, [Devices(0, 4)]), [request("a", 4000, due=9.0)]
     ).groups
     assert group.devices == Devices(4, 4)
 
