@@ -132,7 +132,7 @@ def compared(
         "best_fixed": max(max(shares.values()) for shares in others.values()),
         "moves": sum(o.moves for o in done),
         "rounds_made": sum(o.rounds for o in done),
-        "decision_ms": 1e3 * statistics.mean(t for o in done for t in o.decisions),
+        "decision_ms": 1e3 * statistics.mean(t.seconds for o in done for t in o.decisions),
     }
     if paper:
         row |= papers(costs, asked)
@@ -284,7 +284,7 @@ def fleets(count: int) -> list[Row]:
                 row[f"fixed {degree}, edf, late dropped"] = simulate_fixed(
                     costs, devices, degree, "edf", demands, MACHINE, drop=True, seed=SEEDS[0]
                 ).in_time(demands)
-            row["decision_ms"] = 1e3 * statistics.mean(done.decisions)
+            row["decision_ms"] = 1e3 * statistics.mean(t.seconds for t in done.decisions)
             found.append(row)
             print(row, flush=True)
     return found

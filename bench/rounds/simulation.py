@@ -25,13 +25,21 @@ from maskfx.scheduling.rounds import RoundScheduler
 EDGE = 1e-9
 
 
+class DecisionTime(NamedTuple):
+    """Processor seconds of a decision, on this machine."""
+
+    seconds: float
+    requests: int  # that it was about
+    within: bool  # whether a round was running
+
+
 @dataclass
 class Outcome:
     """What became of the requests."""
 
     ended: dict[str, float] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
-    decisions: list[float] = field(default_factory=list)  # seconds of this machine
+    decisions: list[DecisionTime] = field(default_factory=list)
     busy: float = 0.0  # device-seconds of groups at work
     rounds: int = 0
     moves: int = 0
@@ -127,7 +135,7 @@ class RoundSimulation:
             self._arrive(now)
             if not self._active:
                 continue
-            decided = self._timed(partial(self.scheduler.decide, now, self._requests()))
+            decided = self._timed(partial(self.scheduler.decide, now))
             assert decided.groups or decided.drops, f"a round without steps at {now}: {decided}"
             homes = self._carry_out(now, decided)
             now = self._until_border(now, now + decided.length, homes)
@@ -154,10 +162,14 @@ class RoundSimulation:
     def _requests(self) -> list[RoundRequest]:
         return [active.request() for active in self._waiting.values()]
 
-    def _timed(self, decide: Callable[[], Round]) -> Round:
-        began = time.perf_counter()
-        decided = decide()
-        self.outcome.decisions.append(time.perf_counter() - began)
+    def _timed(
+        self, decide: Callable[[Sequence[RoundRequest]], Round], *, within_round: bool = False
+    ) -> Round:
+        asked = self._requests()
+        began = time.process_time()  # of this process, whatever else the machine does
+        decided = decide(asked)
+        spent = DecisionTime(time.process_time() - began, len(asked), within_round)
+        self.outcome.decisions.append(spent)
         return decided
 
     def _until_border(self, now: float, border: float, homes: dict[str, Devices]) -> float:
@@ -174,8 +186,8 @@ class RoundSimulation:
                 continue
             self._arrive(now)
             if self._waiting and self._free.count:
-                within = partial(self.within, now, border, self._free, self._requests())
-                decided = self._timed(within)
+                within = partial(self.within, now, border, self._free)
+                decided = self._timed(within, within_round=True)
                 homes |= self._carry_out(now, decided)
                 self.outcome.within += len(decided.groups)
         return now
@@ -196,6 +208,7 @@ class RoundSimulation:
             begin, most = now + self.machine.overhead, max(group.steps.values())
             self.outcome.busy += group.devices.size * seconds
             self._started += 1
+            assert self._free.fits(group.devices), f"{group.devices} have two groups at {now}"
             self._free.take(group.devices)
             entry = (begin + seconds, self._started, group.devices, frozenset(group.steps))
             heapq.heappush(self._running, RunningGroup(*entry))

@@ -6,7 +6,7 @@ work of an image are printed; the times of a step per degree are a plot, so they
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -184,6 +184,18 @@ def both_rate(costs: DegreeCosts, edited: float) -> float:
         return float(np.mean([costs.step(1, [d.work]) for d in asked]))
 
     return RATE * mean(0.0) / mean(edited)
+
+
+def few_steps(demands: Iterable[Demand], steps: int) -> list[Demand]:
+    """The same requests with fewer steps, and deadlines in proportion to them."""
+    return [
+        replace(
+            d,
+            work=replace(d.work, steps=steps),
+            due=d.arrived + (d.due - d.arrived) * steps / d.work.steps,
+        )
+        for d in demands
+    ]
 
 
 def edits(arrivals: Arrivals, costs: DegreeCosts, count: int, seed: int) -> list[Demand]:
