@@ -138,7 +138,7 @@ def join(
     missed = 0
     slower: set[int] = set()  # kinds of requests whose joint steps don't pay in any of the groups
     for request in waiting:
-        found: tuple[float, int] | None = None  # the joint step's seconds, and its group
+        found: tuple[float, int, int] | None = None  # the joint step's seconds, its group and place
         pays = False
         if id(request.times) in slower:
             missed += 1
@@ -147,7 +147,7 @@ def join(
             continue
         own, alone_seconds = memo.of(request.request.work).totals, request.times.seconds
         least = worth
-        for before, number in shortest[:TRIALS]:
+        for place, (before, number) in enumerate(shortest[:TRIALS]):
             draft = drafts[number]
             degree = draft.degree
             if draft.totals is None:
@@ -161,15 +161,15 @@ def join(
                     and seconds <= longest
                     and not _harms(request, draft.members, seconds, length)
                 ):
-                    least, found = gain, (seconds, number)
+                    least, found = gain, (seconds, number, place)
         if found:
-            seconds, number = found
+            seconds, number, place = found
             draft = drafts[number]
             assert draft.totals is not None, "the totals of a group that was tried"
-            shortest.remove((draft.seconds, number))
-            totals = draft.totals.with_others(own)
-            drafts[number] = Draft([*draft.members, request], draft.degree, seconds, totals)
-            if len(drafts[number].members) < batch:
+            draft.members.append(request)
+            draft.seconds, draft.totals = seconds, draft.totals.with_others(own)
+            del shortest[place]
+            if len(draft.members) < batch:
                 insort(shortest, (seconds, number))
             slower.clear()
             missed = 0

@@ -161,6 +161,21 @@ def test_within_a_round_groups_use_free_devices_and_end_by_the_border(
         check(decided, asked, devices, rules)
 
 
+def test_within_a_round_a_request_without_a_step_that_fits_is_left_to_the_next() -> None:
+    """Also one that is late: it is dropped at the border."""
+    scheduler = RoundScheduler(COSTS, 8)
+    small, large = request("small", 100, due=9.0), request("large", 16000, due=99.0)
+    late = request("late", 16000, due=0.5)
+    border = 0.9 * min(COSTS.step(k, [large.work]) for k in (1, 2, 4, 8))
+    assert border > COSTS.step(1, [small.work])
+    free = FreeDevices(8)
+    decided = scheduler.decide_within(0.0, border, free, [small, large, late])
+    assert ([set(group.steps) for group in decided.groups], decided.late) == ([{"small"}], ())
+    longer = scheduler.decide_within(0.0, 2 * border, free, [large, late])
+    assert [set(group.steps) for group in longer.groups] == [{"large"}]
+    assert longer.drops == ("late",)
+
+
 def test_within_a_round_a_group_grows_onto_free_devices_beside_it() -> None:
     scheduler = RoundScheduler(COSTS, 8)
     (group,) = scheduler.decide_within(
