@@ -59,6 +59,7 @@ from bench.rounds.workloads import (
     flux_costs,
     images,
 )
+from bench.simulate.traffic import mask_source
 from maskfx.scheduling.degree_costs import DegreeCosts
 from maskfx.scheduling.knapsack import Option, choose_options
 from maskfx.scheduling.load import Demand, Work
@@ -457,6 +458,7 @@ def main(command: Sequence[str]) -> None:
         "devices": DEVICES,
         "seeds": SEEDS,
         "requests": given.requests,
+        "mask_source": mask_source(),
         "overhead_of_a_round": MACHINE.overhead,
         "deviation_of_steps": MACHINE.error,
     }

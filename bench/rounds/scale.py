@@ -33,6 +33,7 @@ from bench.rounds.workloads import (
     flux_costs,
     images,
 )
+from bench.simulate.traffic import mask_source
 from maskfx.scheduling.degree_costs import DegreeCosts
 from maskfx.scheduling.load import Demand
 from maskfx.scheduling.rounds import RoundScheduler
@@ -43,7 +44,7 @@ PER_DEVICE = 12  # requests per device of `by_devices`, at least `LEAST`
 LEAST = 1000
 STEPS = 4  # of FLUX.1-schnell
 DEVICES, MANY = 1000, 1_000_000
-SCALES = (1.5, 1.0)
+SCALES = (1.5,)
 FIXED = (("fcfs", False), ("edf", True))  # order, and whether late requests are dropped
 Row = dict[str, Any]
 
@@ -132,6 +133,7 @@ def main(command: Sequence[str]) -> None:
         "kind": "simulated; the times of decisions and of the simulation are measured",
         "costs": {"by_devices": edit_costs().origin, "many": flux_costs().origin},
         "load": LOAD,
+        "mask_source": mask_source(),
     }
     result["by_devices"] = by_devices(given.sizes)
     write_json(Path(given.out), result)
