@@ -1,5 +1,6 @@
 """Settings of every test: one thread, no gradients, only our own warnings, no GPU where none is."""
 
+import gc
 import logging
 import os
 import shutil
@@ -61,6 +62,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
     items.sort(key=case_name)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is loaded by now out of Python's searches for unreachable cycles."""
+    gc.collect()
+    gc.freeze()
 
 
 def case_name(item: pytest.Item) -> str:
