@@ -46,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     with mock.patch.object(shared, "SharedPrograms", return_value=own):
         assert shared_programs() is own, "programs were shared before the tests began"
     torch.set_num_threads(1)
+    # pytest adds handlers to loggers that don't propagate; with one, torch describes each size
+    logging.getLogger("torch.__trace").propagate = True
     for name in THIRD_PARTIES:
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -65,9 +67,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is loaded by now out of Python's searches for unreachable cycles."""
+    """Leave what is loaded by now out of Python's searches for unreachable cycles; search seldom.
+
+    Each search of everything takes as long as a quick test.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(5_000, 10, 20)
 
 
 def case_name(item: pytest.Item) -> str:

@@ -30,6 +30,7 @@ from maskfx.compiler.capture.grid_numbers import axis_of, side_of
 from maskfx.compiler.capture.held_values import holding
 from maskfx.compiler.capture.keyword_names import allow_keyword_names
 from maskfx.compiler.capture.known_numbers import KnownNumbers
+from maskfx.compiler.capture.norm_shapes import norm_shapes
 from maskfx.compiler.capture.opened_sides import known_sides, opened
 from maskfx.compiler.capture.packings import Packings
 from maskfx.compiler.capture.roles import EACH_FRAME, Argument, is_fixed
@@ -156,6 +157,7 @@ def export(
         named_parameters(module, list(inputs)),
         size_arithmetic(),
         without_records(),
+        norm_shapes(),
         many_objects(),
         holding(module, leaves, values),
         known_sides(module, *own, known),
