@@ -21,9 +21,12 @@ LAYOUTS = {
 
 
 def results(kind: str, layout: str, dtype: torch.dtype, weights: bool) -> list[str]:
-    """What is known about the results of a norm of a picture whose batch and sides are symbolic."""
+    """What is known about the results of a norm; what isn't normalized is symbolic."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     free = [DimDynamic.DYNAMIC, DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.DYNAMIC]
+    if kind == "layer":
+        free[1], free[3] = DimDynamic.DYNAMIC, DimDynamic.STATIC
+        free[2] = DimDynamic.STATIC if layout == "turned" else DimDynamic.DYNAMIC
     real = LAYOUTS[layout](torch.ones(2, 8, 6, 10, dtype=dtype))
     context: Any = StatelessSymbolicContext(dynamic_sizes=free)
     value = mode.from_tensor(real, source=ConstantSource("value"), symbolic_context=context)

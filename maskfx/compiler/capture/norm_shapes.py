@@ -73,7 +73,9 @@ def layer_norm(
     eps: float,
 ) -> object:
     """Return a layer norm's results, whose numbers aren't known."""
-    if not is_plain(value, weight, bias):
+    own = value.shape[value.dim() - len(shape) :]
+    known = all(type(n) is type(m) is int and n == m for n, m in zip(own, shape, strict=True))
+    if not known or not is_plain(value, weight, bias):
         with mode:
             return torch._refs.native_layer_norm(value, shape, weight, bias, eps)  # type: ignore[arg-type]
     lead = *value.shape[: value.dim() - len(shape)], *[1] * len(shape)
