@@ -46,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     with mock.patch.object(shared, "SharedPrograms", return_value=own):
         assert shared_programs() is own, "programs were shared before the tests began"
     torch.set_num_threads(1)
+    gc.set_threshold(5_000, 10, 20)  # a search of everything takes as long as a quick test
     # pytest adds handlers to loggers that don't propagate; with one, torch describes each size
     logging.getLogger("torch.__trace").propagate = True
     for name in THIRD_PARTIES:
@@ -67,13 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is loaded by now out of Python's searches for unreachable cycles; search seldom.
-
-    Each search of everything takes as long as a quick test.
-    """
+    """Leave what is loaded by now out of Python's searches for unreachable cycles."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(5_000, 10, 20)
 
 
 def case_name(item: pytest.Item) -> str:
