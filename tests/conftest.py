@@ -1,5 +1,6 @@
 """Settings of every test: one thread, no gradients, only our own warnings, no GPU where none is."""
 
+import gc
 import logging
 import os
 import shutil
@@ -45,6 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
     with mock.patch.object(shared, "SharedPrograms", return_value=own):
         assert shared_programs() is own, "programs were shared before the tests began"
     torch.set_num_threads(1)
+    gc.set_threshold(5_000, 10, 20)  # a search of everything takes as long as a quick test
+    # pytest adds handlers to loggers that don't propagate; with one, torch describes each size
+    logging.getLogger("torch.__trace").propagate = True
     for name in THIRD_PARTIES:
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -61,6 +65,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
     items.sort(key=case_name)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is loaded by now out of Python's searches for unreachable cycles."""
+    gc.collect()
+    gc.freeze()
 
 
 def case_name(item: pytest.Item) -> str:

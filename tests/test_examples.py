@@ -24,8 +24,15 @@ import maskfx
 from tests.factories.ip_adapters import save_ip_adapters
 from tests.factories.lora import update_of
 from tests.factories.lora_files import save_lora
-from tests.factories.pipelines import PIPES, control_net, picture, pipe_of, spoken, square
-from tests.factories.zoo import SD15
+from tests.factories.pipelines import (
+    PIPES,
+    SD15,
+    control_net,
+    picture,
+    pipe_of,
+    spoken,
+    square,
+)
 from tests.serve.launched import served
 
 ROOT = Path(__file__).resolve().parent.parent

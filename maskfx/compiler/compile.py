@@ -15,6 +15,7 @@ from maskfx.compiler.build_program import build
 from maskfx.compiler.capture.captured import Capture
 from maskfx.ir import progress
 from maskfx.ir.lanes import NotLaned
+from maskfx.ir.many_objects import many_objects
 from maskfx.ir.nodes import is_write
 from maskfx.ir.program import Interface, Program, SideGraph
 from maskfx.ir.pyramid import Pyramid
@@ -48,6 +49,7 @@ class Compilation:
     marked: MarkedGraph | None = None  # run by edits if the program was wrong
 
 
+@many_objects()
 def compile_capture(
     capture: Capture,
     passes: tuple[Pass, ...] = PIPELINE,

@@ -39,6 +39,7 @@ from maskfx.distributed.messages import (
 )
 from maskfx.distributed.rank_step import RankPrograms
 from maskfx.distributed.read_ahead import ReadBatch
+from maskfx.ir.many_objects import many_objects
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, RowBlock
@@ -84,7 +85,9 @@ class RankState:
             case "hello":
                 return None
             case "module":
-                self.take(*pickle.loads(rest[0]))
+                with many_objects():  # of the libraries that it is the first to need
+                    given = pickle.loads(rest[0])
+                self.take(*given)
                 return None
             case "world":
                 self.join(*rest)

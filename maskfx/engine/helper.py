@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import torch
 
+from maskfx.ir.many_objects import many_objects
 from maskfx.runtime.hardware.cpu_threads import give_back
 from maskfx.runtime.hardware.freed_memory import keep_freed_memory
 from maskfx.runtime.processes.channel import Channel, connect_to_parent
@@ -48,7 +49,8 @@ def answer(parts: dict[Key, object], message: list[bytearray]) -> tuple[object, 
 def unpickled(packed: bytes) -> object:
     """Return a component, whose weights lie in memory that all processes share."""
     try:
-        return pickle.loads(packed)
+        with many_objects():  # of the libraries that it is the first to need
+            return pickle.loads(packed)
     except Exception as error:
         raise Unsendable(f"a helper can't make it: {type(error).__name__}: {error}") from error
 

@@ -27,6 +27,11 @@ SQUARE, TALL, WIDE = Size(1, 6, 6, 5), Size(2, 10, 6, 7), Size(1, 4, 12, 5)
 TOKENS = OWN["sides-of-tokens"]
 
 
+@pytest.fixture(scope="module")
+def of_tokens() -> maskfx.CompiledDenoiser:
+    return maskfx.compile(TOKENS.build())
+
+
 def check(denoiser: maskfx.CompiledDenoiser, *calls: dict[str, Any]) -> None:
     """Edits of all calls, each with a mask of its own, are the module's results."""
     module = denoiser.module
@@ -70,16 +75,15 @@ def test_one_capture_serves_every_size(name: str, found: tuple[str, ...]) -> Non
     assert "for pictures whose sides are the numbers in img_" in denoiser.explain()
 
 
-def test_pictures_of_other_sizes_share_a_step() -> None:
-    denoiser = maskfx.compile(TOKENS.build())
+def test_pictures_of_other_sizes_share_a_step(of_tokens: maskfx.CompiledDenoiser) -> None:
     calls = [TOKENS.inputs(size, 3) for size in (SQUARE, TALL, WIDE)]
     steps = []
     for seed, call in enumerate(calls):
-        mask = MASKS["random"](denoiser.mask_shape(call), seed)
-        steps.append(maskfx.EditStep(call, mask, denoiser.record(**call)[1]))
-    for found, call in zip(denoiser.edit(steps), calls, strict=True):
-        assert_near(found, denoiser.module(**call))
-    assert len(denoiser.programs) == 1
+        mask = MASKS["random"](of_tokens.mask_shape(call), seed)
+        steps.append(maskfx.EditStep(call, mask, of_tokens.record(**call)[1]))
+    for found, call in zip(of_tokens.edit(steps), calls, strict=True):
+        assert_near(found, of_tokens.module(**call))
+    assert len(of_tokens.programs) == 1
 
 
 def test_one_picture_size_where_sums_of_sides_are_unknown() -> None:
@@ -103,57 +107,48 @@ class OtherSides(SidesOfTokens):
         return self.mixed(x, timestep, context).transpose(1, 2).unflatten(2, sample.shape[2:])
 
 
-def test_numbers_that_are_the_sides_by_chance() -> None:
-    """The first call's numbers are its picture's sides, those of later calls are not."""
+def test_numbers_that_are_the_sides_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call's numbers are its picture's sides, those of later calls are not.
+
+    Whether the module takes other numbers is known from the first such call, without a run more.
+    """
 
     def call(size: Size, *numbers: int) -> dict[str, Any]:
         sample = Draw(1).normal(size.batch, 4, size.height, size.width)
         return {**sides(size, 1), "sample": sample, "img_sizes": rows(size, *numbers)}
 
-    denoiser = maskfx.compile(built(partial(OtherSides, listed)))
-    check(denoiser, call(SQUARE, 6, 6), call(SQUARE, 2, 3), call(WIDE, 6, 6), call(TALL, 6, 10))
-
-
-def test_other_numbers_than_sides_cost_no_run_of_the_module(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whether the module takes them is known from the first such call."""
-    sample = Draw(1).normal(1, 4, SQUARE.height, SQUARE.width)
-    own, other = (
-        {**sides(SQUARE, 1), "sample": sample, "img_sizes": rows(SQUARE, *numbers)}
-        for numbers in ((6, 6), (2, 3))
-    )
-    denoiser, asked = maskfx.compile(built(partial(OtherSides, listed))), list[bool]()
+    asked: list[bool] = []
 
     def counted(*given: Any) -> bool:
         asked.append(fails(*given))
         return asked[-1]
 
     monkeypatch.setattr(program_cache, "fails", counted)
+    denoiser = maskfx.compile(built(partial(OtherSides, listed)))
+    own, other = call(SQUARE, 6, 6), call(SQUARE, 2, 3)
     check(denoiser, own, other)
     assert asked == [False]
     check(denoiser, other, own, other)
     assert asked == [False]
+    check(denoiser, call(WIDE, 6, 6), call(TALL, 6, 10))
 
 
-def test_sides_that_are_not_the_tokens() -> None:
+def test_sides_that_are_not_the_tokens(of_tokens: maskfx.CompiledDenoiser) -> None:
     """No capture takes numbers that don't make the picture, and the module fails with them."""
-    denoiser = maskfx.compile(TOKENS.build())
-    check(denoiser, TOKENS.inputs(SQUARE, 3))
+    check(of_tokens, TOKENS.inputs(SQUARE, 3))
     with pytest.raises(maskfx.InputError, match="img_sizes: its picture is 42, but sample has 36"):
-        denoiser.record(**{**TOKENS.inputs(SQUARE, 3), "img_sizes": rows(SQUARE, 6, 7)})
+        of_tokens.record(**{**TOKENS.inputs(SQUARE, 3), "img_sizes": rows(SQUARE, 6, 7)})
 
 
-def test_sides_that_change_between_recording_and_edit() -> None:
-    denoiser = maskfx.compile(TOKENS.build())
+def test_sides_that_change_between_recording_and_edit(of_tokens: maskfx.CompiledDenoiser) -> None:
     inputs = TOKENS.inputs(WIDE, 3)
-    _, kept = denoiser.record(**inputs)
+    _, kept = of_tokens.record(**inputs)
     inputs["img_sizes"].copy_(rows(WIDE, 12, 4))
-    mask = MASKS["random"](denoiser.mask_shape(inputs), 0)
+    mask = MASKS["random"](of_tokens.mask_shape(inputs), 0)
     assert mask.shape == (12, 4)
     with pytest.raises(maskfx.CacheError, match="recorded at y=4"):
-        denoiser.edit([maskfx.EditStep(inputs, mask, kept)])
-    check(denoiser, inputs)
+        of_tokens.edit([maskfx.EditStep(inputs, mask, kept)])
+    check(of_tokens, inputs)
 
 
 def test_samples_with_sides_of_their_own() -> None:

@@ -8,6 +8,7 @@ import diffusers
 import torch
 
 from tests.factories.pipelines import (
+    SDXL,
     SIDE,
     TEXT,
     Arguments,
@@ -28,7 +29,7 @@ from tests.factories.pipelines import (
     z_image,
     z_image_text,
 )
-from tests.factories.zoo import CROSS, SDXL, ZOO, Draw, tiny
+from tests.factories.zoo import CROSS, ZOO, Draw, tiny
 
 WITHOUT = ("text_encoder", "ip_adapter")  # blocks whose results the calls here pass themselves
 

@@ -8,6 +8,7 @@ from diffusers import DDPMScheduler, LCMScheduler
 
 from tests.factories.pipelines import (
     CONTROL,
+    SDXL,
     SIDE,
     STEPS,
     TEXT,
@@ -37,10 +38,11 @@ from tests.factories.pipelines import (
     z_image,
     z_image_text,
 )
-from tests.factories.zoo import CROSS, LUMINA2, POOLED, SDXL, UNET_BASE, Draw, only, tiny
+from tests.factories.zoo import CROSS, LUMINA2, POOLED, UNET_BASE, Draw, only, tiny
 
 KANDINSKY = only(
     UNET_BASE,
+    layers_per_block=1,
     in_channels=9,
     out_channels=8,
     down_block_types=(

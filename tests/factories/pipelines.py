@@ -32,19 +32,24 @@ from tests.factories.zoo import (
     POOLED,
     QWEN,
     SD3,
-    SD15,
-    SDXL,
     Z_IMAGE,
     Draw,
     only,
     tiny,
 )
+from tests.factories.zoo import SD15 as DEEP_SD15
+from tests.factories.zoo import SDXL as DEEP_SDXL
 
 SIDE = 32
 TEXT = 5
 STEPS = 3
 
 Arguments = dict[str, Any]
+
+# all levels and kinds of blocks of the zoo's UNets, in half as many layers: captures and steps of
+# these take much of the time of tests
+SD15 = only(DEEP_SD15, layers_per_block=1)
+SDXL = only(DEEP_SDXL, layers_per_block=1, transformer_layers_per_block=(1, 1, 2))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from maskfx.serve.models.model import Made, PreviewMade
 from maskfx.serve.models.pipeline_model import PipelineModel
 from maskfx.serve.request import Mask, Pictures, Pixels, Request, RequestKind
 from tests.factories import pipelines, small_unets
-from tests.factories.zoo import CROSS, POOLED, SD15
+from tests.factories.zoo import CROSS, POOLED
 
 SIDE = pipelines.SIDE
 
@@ -54,7 +54,7 @@ def sd3_spoken() -> dict[str, Any]:
 
 
 def control_spoken() -> dict[str, Any]:
-    return {**pipelines.spoken(), "controlnet": pipelines.control_net(SD15)}
+    return {**pipelines.spoken(), "controlnet": pipelines.control_net(pipelines.SD15)}
 
 
 def union_spoken() -> dict[str, Any]:

@@ -8,14 +8,12 @@ serves comparisons at new sizes and reports, is a document of its own that is re
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +42,7 @@ from maskfx.compiler.capture.branches import Decisions
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import Compilation
 from maskfx.errors import CompileError
+from maskfx.ir.many_objects import many_objects
 from maskfx.ir.program import Interface, Program, SideGraph, derive
 from maskfx.ir.values import octets
 from maskfx.passes.pipeline import PassRecord
@@ -273,21 +272,6 @@ def unpack(
         raise
     except Exception as error:
         raise UnreadableArtifact(f"{name} doesn't fit this module: {error}") from error
-
-
-@contextmanager
-def many_objects() -> Iterator[None]:
-    """Pause Python's search for unreachable cycles while many objects are made, none of them one.
-
-    The search goes through all objects of the process, and takes longer than to read the graphs.
-    """
-    pauses = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if pauses:
-            gc.enable()
 
 
 def read_compilation(document: CompilationDocument, captured: str, tensors: Tensors) -> Compilation:

@@ -74,20 +74,21 @@ def sources(module: nn.Module) -> dict[str, str]:
     kinds = [type(part) for part in module.modules()]
     held = [v for part in module.modules() for v in vars(part).values() if is_called(v)]
     held += [v for part in module.modules() for hooks in hooks_of(part) for v in hooks.values()]
-    ahead = [name for item in (*kinds, *held) for name in modules_of(item)]
+    ahead = {name for item in (*kinds, *held) for name in modules_of(item)}
     packages = {name.split(".")[0] for name in ahead}
-    seen: dict[str, str] = {}
+    seen, found = set[str](), dict[str, str]()
     while ahead:
         name = ahead.pop()
+        seen.add(name)
         file = getattr(sys.modules.get(name), "__file__", None)
-        if name in seen or file is None or name.split(".")[0] in KNOWN:
+        if file is None or name.split(".")[0] in KNOWN:
             continue
         if name.split(".")[0] not in packages and is_installed(Path(file)):
             continue
-        seen[name] = hash_of_file(file)
+        found[name] = hash_of_file(file)
         for value in list(vars(sys.modules[name]).values()):
-            ahead.extend(modules_of(value))
-    return dict(sorted(seen.items()))
+            ahead.update(name for name in modules_of(value) if name not in seen)
+    return dict(sorted(found.items()))
 
 
 def is_installed(path: Path) -> bool:

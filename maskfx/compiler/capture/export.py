@@ -31,6 +31,7 @@ from maskfx.compiler.capture.grouped_products import GroupedProducts
 from maskfx.compiler.capture.held_values import holding
 from maskfx.compiler.capture.keyword_names import allow_keyword_names
 from maskfx.compiler.capture.known_numbers import KnownNumbers
+from maskfx.compiler.capture.norm_shapes import norm_shapes
 from maskfx.compiler.capture.opened_sides import known_sides, opened
 from maskfx.compiler.capture.packings import Packings
 from maskfx.compiler.capture.roles import EACH_FRAME, Argument, is_fixed
@@ -38,14 +39,17 @@ from maskfx.compiler.capture.routings import Routings
 from maskfx.compiler.capture.selections import Selections
 from maskfx.compiler.capture.size_arithmetic import size_arithmetic
 from maskfx.compiler.capture.symbolic_numbers import symbolic_numbers
+from maskfx.compiler.capture.unread_records import without_records
 from maskfx.errors import CaptureError
 from maskfx.ir.lanes import shape_hint
+from maskfx.ir.many_objects import many_objects
 from maskfx.ir.nodes import is_write
 from maskfx.ir.objects import OPENED, copy_tree
 from maskfx.ir.values import has_meta
 
 allow_keyword_names()
 
+TRACES = "torch.__trace"  # a logger that passes nothing on to others
 READ = 64  # the largest tensor that a forward may list during a capture, in numbers
 
 
@@ -154,6 +158,9 @@ def export(
         sides_in_pixels(module, leaves),
         named_parameters(module, list(inputs)),
         size_arithmetic(),
+        without_records(),
+        norm_shapes(),
+        many_objects(),
         holding(module, leaves, values),
         known_sides(module, *own, known),
     ):
@@ -347,8 +354,13 @@ def quiet() -> Iterator[None]:
 
 
 def log_handlers() -> list[logging.Handler]:
-    """Return the handlers that records of torch's loggers reach."""
-    names = [name for name in list(logging.root.manager.loggerDict) if name.startswith("torch")]
+    """Return the handlers that records of torch's loggers reach, other than of its traces.
+
+    The handler of traces removes itself at the first record, if it writes none. As long as it is
+    there, each condition on a size is described with its Python stack.
+    """
+    loggers = list(logging.root.manager.loggerDict)
+    names = [name for name in loggers if name.startswith("torch") and name != TRACES]
     found = [h for log in (logging.root, *map(logging.getLogger, names)) for h in log.handlers]
     return [*found, logging.lastResort] if logging.lastResort is not None else found
 
@@ -361,14 +373,16 @@ def graphs(module: torch.nn.Module) -> Iterator[fx.Graph]:
 
 
 def spell_views(module: torch.nn.Module) -> None:
-    """Replace view by reshape: removing writes changes the strides that a view relies on."""
+    """Replace view by reshape: removing writes changes the strides that a view relies on.
+
+    The graphs' code isn't written again.
+    """
     aten = torch.ops.aten
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:
                 if node.target in (aten.view.default, aten._unsafe_view.default):
                     node.target = aten.reshape.default
-            part.recompile()
 
 
 def drop_refills(graph: fx.Graph) -> None:

@@ -1,9 +1,11 @@
 """Arithmetic on symbolic sizes during an export: each result is computed once.
 
 An export asks the same few thousand questions about sizes hundreds of thousands of times, because
-each tensor that it makes finds out whether it is contiguous, and sympy answers slowly. It also
-writes the Python stack of every node, which nothing here reads. Without both it takes less time
-and gives the same graph.
+each tensor that it makes finds out whether it is contiguous, and sympy answers slowly. With
+remembered answers it takes less time and gives the same graph.
+
+Expressions are looked up by identity first: sympy computes their hashes in Python, and most equal
+expressions are the same object.
 
 This file depends on private names of torch. Where one is absent, the export takes its usual time.
 """
@@ -14,9 +16,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.fx import proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
+
+from maskfx.compiler.capture.unread_records import replaced
 
 # not `mod`: its result depends on more than the expressions, such as the range of a size
 METHODS = (
@@ -33,40 +36,14 @@ Binary = Callable[[Any, Any], Any]
 
 @contextlib.contextmanager
 def size_arithmetic() -> Iterator[None]:
-    """Remember results of symbolic arithmetic, and write no stacks of nodes."""
+    """Remember results of symbolic arithmetic."""
     with contextlib.ExitStack() as stack:
         if is_known():
-            remembered: dict[tuple[Any, ...], dict[str, Any]] = {}
             for name in METHODS:
-                stack.enter_context(
-                    replaced(SymNode, name, once(name, getattr(SymNode, name), remembered))
-                )
+                stack.enter_context(replaced(SymNode, name, once(getattr(SymNode, name))))
             stack.enter_context(replaced(SymNode, "expr", property(current(SymNode.expr.fget))))  # type: ignore[attr-defined]
             stack.enter_context(replaced(SymNode, "maybe_as_int", number(SymNode.maybe_as_int)))
-        if hasattr(proxy, "CapturedTraceback"):
-            stack.enter_context(replaced(proxy, "CapturedTraceback", NoStack))
         yield
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    before = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-class NoStack:
-    """Stands in for the recorder of Python stacks; an empty summary is not written."""
-
-    @classmethod
-    def extract(cls, *args: object, **named: object) -> NoStack:
-        return cls()
-
-    def summary(self) -> None:
-        return None
 
 
 def is_known() -> bool:
@@ -76,26 +53,37 @@ def is_known() -> bool:
     return all(name in vars(SymNode) for name in wanted) and all(n in names for n in READ)
 
 
-def once(name: str, compute: Binary, remembered: dict[tuple[Any, ...], dict[str, Any]]) -> Binary:
+def once(compute: Binary) -> Binary:
     """Return `compute`, which looks up what it computed for equal operands.
 
     A trace that records arithmetic needs each call. Every result is a number of its own, because
     a trace distinguishes them by identity.
     """
+    remembered: dict[tuple[Any, ...], dict[str, Any]] = {}
+    same: dict[tuple[Any, ...], tuple[dict[str, Any], Any, Any]] = {}  # holds what has the ids
 
     def wrapped(one: Any, other: Any) -> Any:
         env = one.shape_env
-        if get_proxy_mode() or env is None or env._translation_validation_enabled:
+        if env is None or get_proxy_mode() or env._translation_validation_enabled:
             return compute(one, other)
-        if type(one._hint) not in PLAIN or type(other._hint) not in PLAIN:
+        a, b = one._hint, other._hint
+        if type(a) not in PLAIN or type(b) not in PLAIN:
             return compute(one, other)
-        sides = [(n._expr, n.pytype, n._hint, n._optimized_summation) for n in (one, other)]
-        key = (name, env, env._replacements_version_counter, *sides[0], *sides[1])
-        found = remembered.get(key)
-        if found is None:
-            found = remembered[key] = dict(vars(compute(one, other)))
+        rest = (
+            *(env, env._replacements_version_counter, a, one.pytype, b, other.pytype),
+            *(one._optimized_summation, other._optimized_summation),
+        )
+        left, right = one._expr, other._expr
+        place = (id(left), id(right), *rest)
+        known = same.get(place)
+        if known is None:
+            key = (left, right, *rest)
+            found = remembered.get(key)
+            if found is None:
+                found = remembered[key] = dict(vars(compute(one, other)))
+            known = same[place] = found, left, right
         result = object.__new__(SymNode)
-        vars(result).update(found)
+        vars(result).update(known[0])
         return result
 
     return wrapped
@@ -118,13 +106,14 @@ def current(expression: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def number(compute: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
     """Return the function that gives the integer which an expression is, if it is one."""
-    known: dict[Any, int | None] = {}
+    known: dict[int, tuple[int | None, Any]] = {}  # holds the expression that has the id
 
     def wrapped(node: Any) -> int | None:
         expression = node.expr
-        if expression not in known:
-            known[expression] = compute(node)
-        return known[expression]
+        found = known.get(id(expression))
+        if found is None:
+            found = known[id(expression)] = compute(node), expression
+        return found[0]
 
     return wrapped
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from maskfx.errors import InputError
+from maskfx.ir.many_objects import many_objects
 from maskfx.pipelines.adapters.lora_files import LoraTarget, converted
 from maskfx.runtime.lora.adapter import Adapter
 from maskfx.runtime.lora.files import AdapterFile, FileLimits, read_adapter_file
@@ -50,7 +51,8 @@ def load(request: dict[str, Any]) -> Adapter:
 def main() -> None:
     torch.set_num_threads(1)  # the cores belong to the steps
     channel = connect_to_parent(BYTES)
-    with suppress(Exception):  # takes seconds, which the first load needn't wait for
+    # takes seconds, which the first load needn't wait for
+    with suppress(Exception), many_objects():
         import_module(CONVERTERS)
     with suppress(EOFError, ConnectionError):
         serve(channel)

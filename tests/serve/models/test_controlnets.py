@@ -30,7 +30,6 @@ from tests.factories import (
 )
 from tests.factories.served import SIDE, Served, build, edit, job, picture, square
 from tests.factories.shipped import ship_unet
-from tests.factories.zoo import SD15
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("spoken")
     build("StableDiffusionInpaintPipeline").save_pretrained(folder / "model")
     for seed in (1, 2):
-        net: Any = pipelines.control_net(SD15, seed)
+        net: Any = pipelines.control_net(pipelines.SD15, seed)
         net.save_pretrained(folder / f"net-{seed}")
     return folder
 
