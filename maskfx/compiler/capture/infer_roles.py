@@ -250,7 +250,7 @@ def guess(
     certain = token_role(shape[0], picture) is None or len(shape) in (1, 3, 4)
     if shape[0] == picture.batch and not ids and certain:
         roles[0], rest = "batch", 1
-    spatial = spatial_roles(shape, picture)
+    spatial = None if textual and len(shape) == 3 else spatial_roles(shape, picture)
     if picture.frames > 1 and len(shape) == 4 and shape[0] == picture.batch * picture.frames:
         return (EACH_FRAME, "", *(spatial or ("", "")))
     if rest == 1 and spatial is not None:
@@ -313,11 +313,13 @@ def token_role(length: int, picture: PictureSizes) -> str | None:
 
 def spatial_roles(shape: Sequence[int], picture: PictureSizes) -> tuple[str, str] | None:
     """Return the roles of the last two dimensions if they are the image's at some scale."""
-    if picture.grid is None or len(shape) < 4:
+    if picture.grid is None or len(shape) < 3:
         return None
     (h, w), (y, x) = picture.grid, (shape[-2], shape[-1])
     if (y, x) == (h, w):
         return "y", "x"
+    if len(shape) == 3:  # vectors of tokens, whose number and features may be any multiple
+        return None
     for scale in (2, 4, 8, 16, 32):
         if (y, x) == (h * scale, w * scale):
             return f"y*{scale}", f"x*{scale}"
