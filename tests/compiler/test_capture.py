@@ -187,8 +187,14 @@ def test_a_map_without_channels_lies_on_the_picture() -> None:
             "mask": numbers(2, 8, 12, seed=0),
             "context": numbers(2, 8, 12, seed=0),
             "other": numbers(2, 16, 24, seed=0),
+            "sigma": numbers(2, 1, 1, 1, seed=0),
+            "region": numbers(2, 96, 16, seed=0),
+            "channels": numbers(2, 96, 24, seed=0),
         }
     )
+    assert found["sigma"] == ("batch", "", "", "")
+    assert found["region"] == ("batch", "tokens/1", "text:1")
+    assert found["channels"] == ("batch", "tokens/1", "")
     assert found["mask"] == ("batch", "y", "x")
     assert found["context"] == ("batch", "text:0", "")
     assert found["other"] == ("batch", "text:1", "")

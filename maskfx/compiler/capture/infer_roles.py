@@ -27,6 +27,7 @@ from maskfx.compiler.capture.tensor_sides import (
 from maskfx.errors import CaptureError, InputError
 
 TEXT_WORDS = ("encoder", "text", "txt", "prompt", "caption", "context", "clip", "llm", "cap_")
+SCORE_WORDS = ("mask", "region", "bias")  # of arguments with a number for each pair of tokens
 CACHE_WORDS = ("cache", "kv_", "past_key")  # keys and values that a pipeline hands on
 
 
@@ -278,8 +279,8 @@ def guess(
         known = length in texts or "mask" in name or "input_ids" in name
         if known or len(shape) - rest >= 2 or (rest == 0 and textual):
             roles[rest] = texts.setdefault(length, f"text:{len(texts)}")
-    if "mask" in name and len(shape) - rest == 2 and shape[-1] == length:  # from token to token
-        roles[-1] = roles[rest]
+    if any(w in name for w in SCORE_WORDS) and len(shape) - rest == 2:  # from token to token
+        roles[-1] = roles[rest] if shape[-1] == length else texts.get(shape[-1], "")
     return tuple(roles)
 
 
@@ -318,7 +319,7 @@ def spatial_roles(shape: Sequence[int], picture: PictureSizes) -> tuple[str, str
     (h, w), (y, x) = picture.grid, (shape[-2], shape[-1])
     if (y, x) == (h, w):
         return "y", "x"
-    if len(shape) == 3:  # vectors of tokens, whose number and features may be any multiple
+    if len(shape) == 3 or y == x == 1:  # vectors of tokens; a number for each channel
         return None
     for scale in (2, 4, 8, 16, 32):
         if (y, x) == (h * scale, w * scale):
