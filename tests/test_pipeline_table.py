@@ -12,6 +12,7 @@ import tests.factories.edit_pipelines
 import tests.factories.late_pipelines
 import tests.factories.modular_pipelines
 import tests.factories.more_pipelines
+import tests.factories.more_text_pipelines
 import tests.factories.staged_pipelines
 import tests.factories.text_pipelines
 import tests.factories.unet_pipelines  # noqa: F401  (cases register themselves)

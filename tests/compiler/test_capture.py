@@ -180,6 +180,26 @@ def test_roles_of_residuals_and_a_larger_picture() -> None:
     assert found["controlnet_cond"] == ("batch", "", "y*8", "x*8")
 
 
+def test_a_map_without_channels_lies_on_the_picture() -> None:
+    found = roles_of(
+        {
+            "sample": numbers(2, 4, 8, 12, seed=0),
+            "mask": numbers(2, 8, 12, seed=0),
+            "context": numbers(2, 8, 12, seed=0),
+            "other": numbers(2, 16, 24, seed=0),
+            "sigma": numbers(2, 1, 1, 1, seed=0),
+            "region": numbers(2, 96, 16, seed=0),
+            "channels": numbers(2, 96, 24, seed=0),
+        }
+    )
+    assert found["sigma"] == ("batch", "", "", "")
+    assert found["region"] == ("batch", "tokens/1", "text:1")
+    assert found["channels"] == ("batch", "tokens/1", "")
+    assert found["mask"] == ("batch", "y", "x")
+    assert found["context"] == ("batch", "text:0", "")
+    assert found["other"] == ("batch", "text:1", "")
+
+
 def test_roles_of_frames_and_ids() -> None:
     video = numbers(2, 4, 3, 8, 12, seed=0)
     assert roles_of({"x": video})["x"] == ("batch", "", "frames", "y", "x")

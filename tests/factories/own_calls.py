@@ -49,6 +49,23 @@ class TimeMap(nn.Module):
         return [self.last(x), x]
 
 
+class Masked(nn.Module):
+    """A mask of the picture without channels, as a channel and between result and picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Picture(Whole(), channels=5)
+
+    def forward(self, sample: Tensor, timestep: Tensor, mask: Tensor) -> Tensor:
+        found: Tensor = self.net(torch.cat([sample, mask[:, None]], 1), timestep)
+        return torch.where(mask[:, None] > 0.5, found, sample)
+
+
+def with_mask(size: Any, seed: int) -> dict[str, Any]:
+    given = plain(size, seed)
+    return {**given, "mask": Draw(seed + 3).uniform(*given["sample"][:, 0].shape)}
+
+
 def with_skips(size: Any, seed: int) -> dict[str, Any]:
     given = plain(size, seed)
     return {**given, "skip": [given["sample"] * 0.5, given["sample"].flip(1)]}
@@ -170,6 +187,7 @@ def with_keys(size: Any, seed: int) -> dict[str, Any]:
 
 own("whole-statistics", lambda: Picture(Whole()))
 own("time-map", TimeMap, with_skips)
+own("flat-mask", Masked, with_mask)
 own("custom-functions", lambda: Picture(Custom()))
 own("handed-keys", lambda: Handed(Remembering(), Remembering()), with_keys, quick=True)
 own("flexible", tokens(Flexible), narrow=False)

@@ -256,3 +256,11 @@ own(
         ),
     ),
 )
+own(
+    "normed-by-hooks",
+    layers(
+        lambda: nn.utils.weight_norm(conv(3, padding=1)),
+        nn.SiLU,
+        lambda: nn.utils.spectral_norm(conv(1)),
+    ),
+)

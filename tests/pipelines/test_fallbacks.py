@@ -14,7 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 import maskfx
-import tests.factories.more_pipelines  # noqa: F401  (they enlist themselves)
+import tests.factories.more_pipelines
+import tests.factories.text_pipelines  # noqa: F401  (they enlist themselves)
 from maskfx.compiler.capture.export import export_as_answered
 from maskfx.errors import CacheError, InputError
 from maskfx.pipelines.compile import pipeline_state_of
@@ -290,6 +291,17 @@ def test_arguments_of_unequal_batches_run_in_the_module_that_joins_them():
     wanted = latents(PIPES[name].build(), **arguments())
     assert distance(latents(pipe, **arguments()), wanted) < CLOSE
     assert "pooled_projections: its batch is 2" in maskfx.explain(pipe)
+
+
+def test_one_branch_of_unequal_batches_runs_in_the_module() -> None:
+    """The pipeline repeats the texts of one branch alone for two pictures."""
+    name = "CogView4Pipeline"
+    given = {**PIPES[name].inputs(0), "num_images_per_prompt": 2, "generator": noise(0)}
+    wanted = latents(PIPES[name].build(), **given)
+    pipe = maskfx.compile(PIPES[name].build(), quality="all-steps")
+    template = pipe(**{**given, "generator": noise(0)}, record=True).template
+    given |= {"mask_image": square(), "generator": noise(0)}
+    assert distance(latents(pipe, **given, template=template), wanted) < CLOSE
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from maskfx.compiler.capture.tensor_sides import (
 from maskfx.errors import CaptureError, InputError
 
 TEXT_WORDS = ("encoder", "text", "txt", "prompt", "caption", "context", "clip", "llm", "cap_")
+SCORE_WORDS = ("mask", "region", "bias")  # of arguments with a number for each pair of tokens
 CACHE_WORDS = ("cache", "kv_", "past_key")  # keys and values that a pipeline hands on
 
 
@@ -250,7 +251,7 @@ def guess(
     certain = token_role(shape[0], picture) is None or len(shape) in (1, 3, 4)
     if shape[0] == picture.batch and not ids and certain:
         roles[0], rest = "batch", 1
-    spatial = spatial_roles(shape, picture)
+    spatial = None if textual and len(shape) == 3 else spatial_roles(shape, picture)
     if picture.frames > 1 and len(shape) == 4 and shape[0] == picture.batch * picture.frames:
         return (EACH_FRAME, "", *(spatial or ("", "")))
     if rest == 1 and spatial is not None:
@@ -278,8 +279,8 @@ def guess(
         known = length in texts or "mask" in name or "input_ids" in name
         if known or len(shape) - rest >= 2 or (rest == 0 and textual):
             roles[rest] = texts.setdefault(length, f"text:{len(texts)}")
-    if "mask" in name and len(shape) - rest == 2 and shape[-1] == length:  # from token to token
-        roles[-1] = roles[rest]
+    if any(w in name for w in SCORE_WORDS) and len(shape) - rest == 2:  # from token to token
+        roles[-1] = roles[rest] if shape[-1] == length else texts.get(shape[-1], "")
     return tuple(roles)
 
 
@@ -313,11 +314,13 @@ def token_role(length: int, picture: PictureSizes) -> str | None:
 
 def spatial_roles(shape: Sequence[int], picture: PictureSizes) -> tuple[str, str] | None:
     """Return the roles of the last two dimensions if they are the image's at some scale."""
-    if picture.grid is None or len(shape) < 4:
+    if picture.grid is None or len(shape) < 3:
         return None
     (h, w), (y, x) = picture.grid, (shape[-2], shape[-1])
     if (y, x) == (h, w):
         return "y", "x"
+    if len(shape) == 3 or y == x == 1:  # vectors of tokens; a number for each channel
+        return None
     for scale in (2, 4, 8, 16, 32):
         if (y, x) == (h * scale, w * scale):
             return f"y*{scale}", f"x*{scale}"

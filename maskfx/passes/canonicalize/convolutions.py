@@ -25,6 +25,8 @@ def canonicalize_convolutions(graph: fx.Graph, ctx: PassContext) -> int:
     becomes y = matmul(reshape(w, [b, 1, d, c * 9]), im2col(x, [3, 3])), in the shape that it had
     and     y = slice(conv1d(x, w, b, 1, 3), 2, 0, n)         (w has 4 places, x has n: causal)
     becomes y = slice(conv1d(pad(x, [3, 0]), w, b, 1, 0), 2, 0, n)
+    and     y = conv3d(x, w, b, 1, [1, 1, 1])                 (x has one frame, as has y)
+    becomes y = conv3d(x, slice(w, 2, 1, 2), b, 1, [0, 1, 1])
     Keeps   inputs that are larger or of symbolic sizes, windows of one place, padding, groups.
     """
     count = 0
@@ -38,6 +40,9 @@ def canonicalize_convolutions(graph: fx.Graph, ctx: PassContext) -> int:
             if found is not None:
                 spell.replace(found)
                 count += 1
+            continue
+        if op_name(node) == "conv3d" and (place := place_of_frame(node)) is not None:
+            count += read_one_frame(Speller(graph, node), place)
             continue
         if op_name(node) not in CONVOLUTIONS or not is_one_window(node):
             continue
@@ -84,6 +89,34 @@ def pad_before(spell: Speller, surplus: int) -> bool:
     weight, bias = node_at(node, 1), argument(node, 2, "bias")
     dilation, groups = argument(node, 5, "dilation", [1]), argument(node, 6, "groups", 1)
     found = spell.emit(aten.conv1d.default, padded, weight, bias, [1], [0], dilation, groups)
+    spell.replace(found)
+    return True
+
+
+def place_of_frame(node: fx.Node) -> int | None:
+    """Return the only place of a window of several frames that isn't padding, or None."""
+    value, window = (node_value(node_at(node, i)).shape for i in (0, 1))
+    padding, dilation = argument(node, 4, "padding", 0), argument(node, 5, "dilation", 1)
+    frames = [value[2], window[2], node_value(node).shape[2]] if len(value) == 5 else []
+    if not frames or isinstance(padding, str) or not all(isinstance(n, int) for n in frames):
+        return None
+    before, apart = triple(padding)[0], triple(dilation)[0]
+    alone = frames[0] == frames[2] == 1 < frames[1]
+    place, between = divmod(before, apart)
+    return place if alone and not between and place < frames[1] else None
+
+
+def read_one_frame(spell: Speller, place: int) -> bool:
+    """Leave out the places of a convolution's window that read padding alone."""
+    node = spell.node
+    weight = spell.emit(aten.slice.Tensor, node_at(node, 1), 2, place, place + 1)
+    _, *padding = triple(argument(node, 4, "padding", 0))
+    given = [argument(node, i, name, 1) for i, name in ((3, "stride"), (5, "dilation"))]
+    stride, dilation = ([1, *triple(one)[1:]] for one in given)
+    bias, groups = argument(node, 2, "bias"), argument(node, 6, "groups", 1)
+    found = spell.emit(
+        aten.conv3d.default, node_at(node, 0), weight, bias, stride, [0, *padding], dilation, groups
+    )
     spell.replace(found)
     return True
 
@@ -138,3 +171,9 @@ def pair(numbers: int | Sequence[int]) -> list[int]:
     """Return a number for rows and one for columns."""
     numbers = [numbers] if isinstance(numbers, int) else numbers
     return [*numbers] * 2 if len(numbers) == 1 else [*numbers]
+
+
+def triple(numbers: int | Sequence[int]) -> list[int]:
+    """Return a number for frames, one for rows and one for columns."""
+    numbers = [numbers] if isinstance(numbers, int) else numbers
+    return [*numbers] * 3 if len(numbers) == 1 else [*numbers]

@@ -184,6 +184,9 @@ class EditHandler:
         if self.patches is not None and part.denoiser.settings.stretches:
             return self.patches.ask(part, tuple(mask.shape), self._grids, mask)
         name, step, branch = part.position
+        if mask_shape_of(part.denoiser, part.inputs) is None:  # a text of one branch lacks samples
+            self.notes[f"{name}: its arguments disagree in sizes; it runs dense"] += 1
+            return DenseStep(part.inputs)
         session = self._sessions.get(name)
         other = self._acting.setdefault(name, part.adapters) != part.adapters
         if session is None or session.mask.shape != mask.shape or other:

@@ -117,13 +117,15 @@ class TemplateLibrary:
             if keep == "both" and is_for_stores(denoiser):
                 keep = "keys"  # plans by default take no further bytes
             if self.budget is None:
-                self.templates[name] = Templates(denoiser, self.tiers, keep, self.share)
+                kept = Templates(denoiser, self.tiers, keep, self.share, part=name)
+                self.templates[name] = kept
             else:
                 if name not in self.shares.known and template is not None:
                     self.shares.recall(self.tiers.get(latents_key(template, START, 0)))
                 left = self.shares.of(name, self.budget, start, self.selection)
                 masks = Masks.anywhere(*shape)
-                self.templates[name] = Templates(denoiser, self.tiers, masks=masks, budget=left)
+                kept = Templates(denoiser, self.tiers, masks=masks, budget=left, part=name)
+                self.templates[name] = kept
         return self.templates[name]
 
     def take_room(

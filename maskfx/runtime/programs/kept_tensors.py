@@ -10,12 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from maskfx.ir.callables import content_of
 
 DEPTH = 4  # of containers, objects and functions inside one another
 # attributes of PyTorch's modules whose contents are the module's own tensors and parts
 OWN = {"_parameters", "_buffers", "_modules"}
+# hooks that compute a weight from parameters in each call, and set it as an attribute
+NORMS = (WeightNorm, SpectralNorm)
 LIBRARIES = ("torch", "builtins", "functools", "weakref", "threading", "logging")
 
 
@@ -52,8 +56,11 @@ def held(module: nn.Module) -> dict[int, tuple[str, Tensor]]:
     found: dict[int, tuple[str, Tensor]] = {}
     seen: set[int] = set()
     for path, part in module.named_modules():
+        computed = {
+            hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, NORMS)
+        }
         for name, value in list(vars(part).items()):
-            if name not in OWN:
+            if name not in OWN and name not in computed:
                 place = f"{path}.{name}" if path else name
                 for tensor in tensors_within(value, seen, DEPTH):
                     found.setdefault(id(tensor), (place, tensor))

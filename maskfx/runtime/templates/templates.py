@@ -55,6 +55,8 @@ class Templates:
         budget: bytes for one template. A budget chooses `keep`, `share` and the encoding of rows
             (the choice is in `keeping`); it requires `masks`, for the size of the image
             (`Masks.anywhere` allows any mask).
+        part: the denoiser's name among those that share the tiers; denoisers of equal weights
+            have recordings of their own under different names.
     """
 
     denoiser: CompiledDenoiser
@@ -65,6 +67,7 @@ class Templates:
     steps: int | None = None
     masks: Masks | None = None
     budget: Budget | None = None
+    part: str = ""
     keeping: Keeping | None = field(init=False, default=None)
     _room: float = field(init=False, default=0.0)
     _reaches: dict[Hashable, Reach] = field(init=False, default_factory=dict)
@@ -117,7 +120,7 @@ class Templates:
         parameter = next(self.denoiser.module.parameters(), torch.empty(0))
         return EntryKey(
             template=template,
-            model=f"{type(self.denoiser.module).__name__} {weights}",
+            model=f"{self.part} {type(self.denoiser.module).__name__} {weights}".lstrip(),
             revision=self._revision,
             dtype=str(parameter.dtype).removeprefix("torch."),
             numerics=f"torch {torch.__version__} {parameter.device.type}",

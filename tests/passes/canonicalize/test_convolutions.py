@@ -74,6 +74,29 @@ class Uncut(Causal):
         return (self.kept(rows)[..., 2:] + self.kept(rows)[..., 1:-1] + rows).view_as(sample)
 
 
+class OneFrame(nn.Module):
+    """A picture as a video of one frame, in windows of several frames."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Conv3d(4, 8, 3, padding=1)
+        self.frames = nn.Conv3d(8, 8, (3, 1, 1), padding=(2, 0, 0), dilation=(2, 1, 1))
+        self.last = nn.Conv3d(8, 4, 3, padding=1, groups=2)
+        self.late = nn.Conv3d(8, 8, (2, 1, 1), padding=(2, 0, 0), stride=(9, 1, 1))
+
+    def forward(self, sample: Tensor) -> Tensor:
+        x = self.frames(self.all(sample[:, :, None]).tanh())
+        return sample + self.last(x)[:, :, 0]
+
+
+class MoreFrames(OneFrame):
+    """Windows that read several frames, and one of padding alone."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        x = self.all(sample[:, :, None].expand(-1, -1, 3, -1, -1))
+        return sample + self.last(x + self.late(x[:, :, :1]))[:, :, 0]
+
+
 class Styled(nn.Module):
     """The samples are groups of one input, with weights that the timestep scales."""
 
@@ -114,6 +137,14 @@ def test_causal_windows_read_nothing_behind_a_site() -> None:
     assert run.second_run_is_idle()
     check_values(shared(Causal), picture, oracle=False)
     assert run_pass(canonicalize_convolutions, shared(Uncut), picture).unchanged
+
+
+def test_windows_of_several_frames_read_the_only_one() -> None:
+    run = run_pass(canonicalize_convolutions, shared(OneFrame), picture)
+    assert run.rewrites == 3
+    assert run.second_run_is_idle()
+    check_values(shared(OneFrame), picture)
+    assert run_pass(canonicalize_convolutions, shared(MoreFrames), picture).unchanged
 
 
 def test_keeps_other_windows() -> None:

@@ -223,6 +223,21 @@ def test_other_weights_are_another_template() -> None:
     assert templates.get("cat", 0) is None
 
 
+def test_denoisers_of_equal_weights_keep_their_recordings_apart() -> None:
+    """Such as two equal ControlNets of a pipeline, each time with another picture."""
+    case = ZOO["FluxTransformer2DModel"]
+    size, tiers = case.sizes[0], Tiers(host_bytes=LARGE)
+    parts = [Templates(maskfx.compile(case.build()), tiers, part=name) for name in ("a", "b")]
+    for seed, part in enumerate(parts):
+        part.put("cat", 0, part.denoiser.record(**case.inputs(size, seed))[1])
+    mask = masks.random(case.mask_shape(size), 0)
+    for seed, part in enumerate(parts):
+        inputs = case.inputs(size, seed)
+        edit = part.edit("cat", 0, inputs, mask)
+        assert edit is not None
+        assert error(part.denoiser.edit([edit])[0], case.build()(**inputs)) < 1e-4
+
+
 def test_pins_and_drops_steps() -> None:
     case = ZOO["FluxTransformer2DModel"]
     denoiser = maskfx.compile(case.build())
