@@ -59,6 +59,7 @@ class Capture:
         interrupted: whether the operating system ended an attempt without a graph, as where too
             many files are open; another process may succeed.
         reads: whether sizes depend on what a tensor holds, or attempts failed because they do.
+        lists: whether it stands for calls that list several samples, of which there is no graph.
         numbers: where the numbers of the module's settings stand that the graph reads as tensors.
         facts: what else it was made for of these numbers.
         holds: whether the facts are as they were.
@@ -83,6 +84,7 @@ class Capture:
     compared: bool = True
     interrupted: bool = False
     reads: bool = False
+    lists: bool = False
     numbers: list[Place] = field(default_factory=list)
     facts: list[NumberFact] = field(default_factory=list)
     holds: bool = True
@@ -247,14 +249,17 @@ class Capture:
         return found
 
     def _other_features(self, values: Sequence[object]) -> bool:
-        """Return True if a size without a role, such as channels or frames, has changed."""
+        """Return True if a size without a role, such as channels or frames, has changed.
+
+        Listed samples, of which there is no graph, may have any sizes.
+        """
         for leaf, value, sizes in zip(self.leaves, values, self.features, strict=True):
             if not leaf.tensor:
                 continue
             if not isinstance(value, torch.Tensor) or value.dim() != len(leaf.roles):
                 return True
             shape = sizes[: len(leaf.roles)]
-            if any(
+            if not self.lists and any(
                 roles_.is_fixed(r) and a != b
                 for r, a, b in zip(leaf.roles, shape, value.shape, strict=True)
             ):
