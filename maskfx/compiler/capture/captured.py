@@ -168,13 +168,18 @@ class Capture:
         return False
 
     def _in_groups(self, values: Sequence[object], batch: int, wanted: object) -> list[object]:
-        """Return the leaves of the graph's result, computed in groups of `batch` requests."""
-        groups = groups_of(self.leaves, values, batch)
+        """Return the leaves of the graph's result, computed in groups of `batch` requests.
+
+        The last group may be padded; then the results have more requests than the call, or none of
+        them belongs to a request, and the graph computes something else.
+        """
+        groups, leaves = groups_of(self.leaves, values, batch), pytree.tree_leaves(wanted)
         runs = [pytree.tree_leaves(self._run(copies(group))) for group in groups]
-        parts = zip(*runs, strict=True)
-        return [
-            joined(own, leaf) for own, leaf in zip(parts, pytree.tree_leaves(wanted), strict=True)
-        ]
+        pairs = list(zip(zip(*runs, strict=True), leaves, strict=True))
+        padded = roles_.observed_sizes(self.leaves, values)["batch"] % batch
+        if padded and not any(has_other_shape(parts[0], leaf) for parts, leaf in pairs):
+            raise ValueError(f"results of {batch} requests have the shapes of those of {padded}")
+        return [joined(parts, leaf) for parts, leaf in pairs]
 
     def _run(self, values: Sequence[object]) -> object:
         """Run the graph; one that was read from a file has the flattened arguments as inputs."""
@@ -316,6 +321,12 @@ def groups_of(
     """Split the arguments into groups of `batch` requests; the last group is padded."""
     own = roles_.observed_sizes(leaves, values)["batch"]
     return [with_batch(leaves, values, batch, start) for start in range(0, own, batch)]
+
+
+def has_other_shape(one: object, other: object) -> bool:
+    """Return True for tensors of different shapes."""
+    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return both and one.shape != other.shape  # type: ignore[attr-defined]
 
 
 def joined(parts: Sequence[Any], wanted: object) -> object:
