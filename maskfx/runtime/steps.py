@@ -239,6 +239,8 @@ class ValidatedInputs:
     @cached_property
     def constants(self) -> list[object]:
         """Return the arguments that aren't tensors, among them the picture's sizes."""
+        if self.differ:
+            return [*(one.constants for one in self.samples), *map(list, self.pictures)]
         leaves = zip(self.compilation.capture.leaves, self.values, strict=True)
         found = [v for leaf, v in leaves if not leaf.tensor and leaf.argument != "return_dict"]
         return [*found, *(list(shape) for shape in self.pictures)]

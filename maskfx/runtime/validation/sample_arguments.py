@@ -137,8 +137,13 @@ class SampleArguments:
             [self._cut(v, f"{path}.{i}", index, batch, leaves, texts) for i, v in enumerate(value)]
         )
 
-    def view(self, value: Tensor, cuts: tuple[Cut, ...], keep: bool = True) -> Tensor:
-        """Return a part of an argument; with `keep`, the same tensor for the same argument."""
+    def view(
+        self, value: Tensor, cuts: tuple[Cut, ...], keep: bool = True, less: int = 0
+    ) -> Tensor:
+        """Return a part of an argument, `less` than its numbers by a number.
+
+        With `keep`, the same argument gives the same tensor.
+        """
         cuts = tuple(c for c in cuts if (c[1], c[2]) != (0, value.shape[c[0]]))
         if not cuts:
             return value
@@ -147,9 +152,9 @@ class SampleArguments:
             found = value
             for axis, start, length in cuts:
                 found = found.narrow(axis, start, length)
-            return found.detach()
+            return found - less if less else found.detach()
 
-        return self._views.made_of([value], view, cuts) if keep else view()
+        return self._views.made_of([value], view, (cuts, less)) if keep else view()
 
     def _texts(self, inputs: Inputs, leaves: Mapping[str, Argument]) -> dict[str, list[int]]:
         """Return by role the length of each sample's text, where masks leave out the rest."""

@@ -3,7 +3,8 @@
 A module may list its samples, pad their texts, or cut the tokens of each out by their number. No
 graph computes that for any number of samples, but one graph computes each sample alone, and a
 ragged batch runs them together. Before calls of a kind are split, the module runs once on a call
-and on its samples; if the results differ, calls of that kind stay whole.
+and on its samples; if the results differ, calls of that kind stay whole. So do pictures whose
+tokens form one sequence.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from maskfx.runtime.steps import (
     late_exchange,
     with_late,
 )
+from maskfx.runtime.validation.packed_pictures import PackedPictures
 from maskfx.runtime.validation.sample_arguments import (
     Inputs,
     SampleArguments,
@@ -44,6 +46,7 @@ from maskfx.runtime.validation.sample_arguments import (
 )
 from maskfx.runtime.validation.validate import check_mask
 
+PACKED = Join(axis=1)  # tokens of one picture after another, without a batch
 PICTURE = ("tokens", "frames", "y", "x")
 
 
@@ -60,10 +63,12 @@ class SampleCalls:
         self._arguments = SampleArguments()
         self._joins: dict[Hashable, Join | str] = {}  # or why calls of a kind stay whole
         self._parts: MutableMapping[StepCache, list[StepCache]] = WeakIdKeyDictionary()
+        self.packs = False  # whether pictures in one sequence ran one by one before
 
     def forget(self) -> None:
         """Drop what was found out; call it if the module now computes something else."""
         self._joins.clear()
+        self.packs = False
         self._parts.clear()
 
     # Arguments.
@@ -78,21 +83,47 @@ class SampleCalls:
             values: The same, flattened.
             compilation: What serves the whole call.
         """
-        if compilation.program is not None or self.programs.settings.mode == "dense":
+        if self.programs.settings.mode == "dense":
+            return (), Join()
+        if compilation.program is None or compilation.reasons:
+            found = self.packed(inputs)
+            if found:
+                self.programs.stays_whole(compilation, "")
+                return found, PACKED
+        if compilation.program is not None:
             return (), Join()
         if compilation.capture.treats_samples_alike:  # a graph of one has the same operators
             return (), Join()
         sizes = roles_.observed_sizes(compilation.capture.leaves, values)
         calls = self._arguments.split(inputs, compilation.capture.leaves, sizes["batch"])
         how = self._joined_by(inputs, calls, sizes)
-        found = [] if isinstance(how, str) else [self.validated(call) for call in calls]
+        found = () if isinstance(how, str) else tuple(map(self.validated, calls))
         if any(one.program is None for one in found):
             how = "a sample alone runs dense, too"
         if isinstance(how, str):
             self.programs.stays_whole(compilation, how)
             return (), Join()
         self.programs.stays_whole(compilation, "")
-        return tuple(found), how
+        return found, how
+
+    def packed(self, inputs: Inputs) -> tuple[ValidatedInputs, ...]:
+        """Return the arguments of each picture whose tokens are packed; () if they run together."""
+        pictures = PackedPictures(inputs)
+        leaves, structure = pytree.tree_flatten(dict(inputs))
+        if not pictures.counts or has_meta(self.module, leaves):
+            return ()
+        calls = pictures.calls(self._arguments.view)
+        kind = "packed", structure, sum(pictures.counts)
+        if kind not in self._joins:
+            self._joins[kind] = self._compared(inputs, calls, [PACKED])
+        if self._joins[kind] != PACKED:
+            return ()
+        found = tuple(map(self.validated, calls))
+        if any(one.program is None for one in found):
+            self._joins[kind] = "a picture alone runs dense, too"
+            return ()
+        self.packs = True
+        return found
 
     def validated(self, inputs: Inputs) -> ValidatedInputs:
         """Return the arguments of one sample, with what serves them."""
@@ -252,11 +283,14 @@ def picture_sizes(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str,
 
 
 def picture_shapes(
-    inputs: Inputs, samples: Sequence[ValidatedInputs]
+    inputs: Inputs, samples: Sequence[ValidatedInputs], join: Join
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the mask's shape for the picture of each sample, if these differ in size; else ()."""
+    """Return the mask's shape for the picture of each sample, if these differ in size; else ().
+
+    Pictures in one sequence of tokens have shapes of their own even if these are alike.
+    """
     shapes = [mask_shape(one.sizes) for one in samples] or picture_sides(inputs)
-    return tuple(shapes) if len(set(shapes)) > 1 else ()
+    return tuple(shapes) if join == PACKED or len(set(shapes)) > 1 else ()
 
 
 def unchanged(one: Inputs, other: Inputs) -> bool:
@@ -285,8 +319,17 @@ def joined_cache(inputs: ValidatedInputs, parts: Sequence[StepCache]) -> StepCac
 
 def recording_of_each(inputs: ValidatedInputs, parts: Sequence[StepCache]) -> StepCache:
     """Return the recording of a call as those of its samples."""
-    found = inputs.recording([], parts[0].weights)
-    return replace(found, program="", adapters=parts[0].adapters, samples=list(parts))
+    return StepCache(
+        "",
+        dict(inputs.sizes),
+        parts[0].dtype,
+        [],
+        {},
+        parts[0].weights,
+        inputs.constants,
+        adapters=parts[0].adapters,
+        samples=list(parts),
+    )
 
 
 def join_rows(found: StepCache, parts: Sequence[StepCache]) -> None:

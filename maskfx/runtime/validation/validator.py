@@ -28,6 +28,7 @@ from maskfx.runtime.programs.program_cache import ProgramCache
 from maskfx.runtime.sites.mask import Mask, MaskCache
 from maskfx.runtime.steps import AnyStep, EditStep, ValidatedCall, ValidatedInputs
 from maskfx.runtime.validation.sample_calls import (
+    PACKED,
     SampleCalls,
     picture_shapes,
     picture_sizes,
@@ -126,15 +127,20 @@ class Validator:
         check_arguments(self.module, self._signature, inputs)
         _, values, spec = roles_.flatten(inputs)
         with progress.work("capture", f"capture of {type(self.module).__name__}", 3):
-            compilation = self.programs.serving(inputs, values, spec)
-            samples, join = self.samples.split(inputs, values, compilation)
+            samples, join = self.samples.packed(inputs) if self.samples.packs else (), PACKED
+            if samples:
+                compilation = samples[0].compilation
+            else:
+                compilation = self.programs.serving(inputs, values, spec)
+                samples, join = self.samples.split(inputs, values, compilation)
         self.weights.settle()
-        sizes = roles_.observed_sizes(compilation.capture.leaves, values)
-        pictures = picture_shapes(inputs, samples)
+        pictures, sizes = picture_shapes(inputs, samples, join), dict[str, int]()
+        if not samples or join != PACKED:
+            sizes = roles_.observed_sizes(compilation.capture.leaves, values)
+        if samples or pictures:
+            sizes = picture_sizes({} if pictures else samples[0].sizes, sizes)
         if samples:
-            sizes = {**picture_sizes(samples[0].sizes, sizes), "batch": len(samples)}
-        if pictures:
-            sizes = picture_sizes({}, sizes)
+            sizes["batch"] = len(samples)
         found = ValidatedInputs(values, spec, sizes, compilation, samples, join, pictures)
         self._inputs[id(given)] = (given, leaves, mark, found)  # held: an id may be reused
         return found
