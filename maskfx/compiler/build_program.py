@@ -97,7 +97,9 @@ def digest(module: fx.GraphModule, interface: Interface) -> str:
     number = {node: i for i, node in enumerate(graph.nodes)}
     origins = {item.name: item.origin for item in interface.derived}
     taps = {name: i for i, name in enumerate(interface.taps)}
-    lines = [repr(interface.pyramid.levels), repr(interface.outputs), *autocast_dtypes()]
+    pyramid = interface.pyramid
+    lines = [repr(pyramid.levels), repr(sorted(pyramid.cuts.places.items())), repr(pyramid.frames)]
+    lines += [repr(interface.outputs), *autocast_dtypes()]
     for tap in interface.taps.values():
         lines.append(repr(dataclasses.replace(tap, name="")))
     for node in graph.nodes:

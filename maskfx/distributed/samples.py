@@ -18,17 +18,14 @@ from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.infer_roles import infer
 from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import MaskfxError
+from maskfx.ir.listed import Join, count_listed
 from maskfx.ir.lru import LruCache
 from maskfx.ir.objects import holds_objects
 from maskfx.ir.values import copy_of
 from maskfx.runtime.cache.step_cache import StepCache, changed
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed, late_exchange
-from maskfx.runtime.validation.sample_arguments import (
-    SampleArguments,
-    count_listed,
-    join_results,
-)
+from maskfx.runtime.validation.sample_arguments import SampleArguments, join_results
 from maskfx.runtime.validation.sample_calls import join_rows
 from maskfx.runtime.validation.validate import expand_timesteps
 
@@ -173,9 +170,9 @@ def join_samples(
             yield own[0]
         elif isinstance(step, RecordStep):
             outputs, caches = zip(*own, strict=True)
-            yield join_results(outputs, listed=False), joined_recording(step, caches, module)
+            yield join_results(outputs, Join()), joined_recording(step, caches, module)
         else:
-            yield join_results(own, listed=False)
+            yield join_results(own, Join())
 
 
 def joined_recording(step: RecordStep, parts: Sequence[StepCache], module: nn.Module) -> StepCache:

@@ -27,16 +27,13 @@ from maskfx.errors import InputError
 from maskfx.export.graph_set import GraphSet
 from maskfx.export.graphs import lowered
 from maskfx.export.manifest import read_manifest
+from maskfx.ir.listed import Join, count_listed
 from maskfx.ir.program import KEYS, STRETCH, SideGraph
 from maskfx.ir.values import is_wrapped
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.programs.program_cache import ProgramCache
-from maskfx.runtime.validation.sample_arguments import (
-    SampleArguments,
-    count_listed,
-    join_results,
-)
+from maskfx.runtime.validation.sample_arguments import SampleArguments, join_results
 from maskfx.runtime.validation.validate import expand_timesteps
 from maskfx.runtime.weights import Weights
 
@@ -103,7 +100,8 @@ class ExportedDenoiser(CompiledDenoiser):
                 f"{capture.named_constants()}, got {paths}; export the denoiser with these "
                 "arguments"
             )
-        return join_results([self._dense(v) for _, v, _ in calls], count_listed(given) > 0)
+        how = Join(list if count_listed(given) else None)
+        return join_results([self._dense(v) for _, v, _ in calls], how)
 
     def _dense(self, values: Sequence[Any]) -> Any:
         """Return what the captured graph computes of arguments that it serves."""

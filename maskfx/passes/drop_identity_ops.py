@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
@@ -39,6 +41,8 @@ def drop_identity_ops(graph: fx.Graph, ctx: PassContext) -> int:
     After   z = relu(x)
     and     y = copy(x, z)
     becomes z
+    Before  y = split(x, [n])[0]
+    After   x
     Keeps   an identity op feeding the output: dropping it would alias input and output.
     """
     count = 0
@@ -55,11 +59,16 @@ def drop_identity_ops(graph: fx.Graph, ctx: PassContext) -> int:
 
 def result_of(node: fx.Node) -> fx.Node:
     """Return the input that an identity op returns; a copy into a value returns what is copied."""
+    if node.target is operator.getitem:
+        return node_at(node_at(node, 0), 0)
     return node_at(node, 1 if op_name(node) == "copy" else 0)
 
 
 def is_identity(node: fx.Node) -> bool:
     name, source = op_name(node), node.args[0] if node.args else None
+    if isinstance(source, fx.Node) and node.target is operator.getitem:
+        parts = source.args[1] if op_name(source) == "split_with_sizes" else ()
+        return isinstance(parts, (list, tuple)) and len(parts) == 1
     if not isinstance(source, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
     if name == "copy":

@@ -88,7 +88,7 @@ class StepBatches:
     ) -> Iterator[tuple[Program, Frame, list[Member]]]:
         """Yield the batches of edits with active sites."""
         active = [call for call in calls if call.has_rows]
-        parts = (part for call in active for part in self._samples.calls(call))
+        parts = (own for call in active for own in self._samples.calls(call) if own.has_rows)
         for program, own in self._by_program(parts):
             members = self._executor.members(program, own)
             for frame, chosen in self._executor.batches(program, members):
@@ -105,8 +105,12 @@ class StepBatches:
     def groups(
         self, calls: Sequence[ValidatedCall]
     ) -> Iterator[tuple[Program, list[int], list[Member]]]:
-        """Yield, per program, the calls with active sites: their numbers, and them as members."""
-        active = {number: call for number, call in enumerate(calls) if call.has_rows}
+        """Yield, per program, the calls with active sites: their numbers, and them as members.
+
+        Calls whose samples have programs or picture sizes of their own are left out.
+        """
+        rows = enumerate(call.has_rows and not call.parts for call in calls)
+        active = {number: calls[number] for number, has_rows in rows if has_rows}
         for code in dict.fromkeys(call.inputs.program_code for call in active.values()):
             program = self._cache.programs[code]
             own = {n: call for n, call in active.items() if call.inputs.program_code == code}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiler.compile import Compilation
 from maskfx.ir.grids import mask_shape
+from maskfx.ir.listed import Join
 from maskfx.ir.program import Program
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
@@ -80,6 +82,7 @@ class EditStep:
     Args:
         inputs: The denoiser's arguments by name.
         mask: Boolean, True = edit: (height, width) of the latent, or (tokens,) for packed inputs.
+            Of pictures that differ in size, (sites,): those of one picture after another.
         cache: The recording of this step.
         any_step: Accept a cache that was recorded at another timestep.
         plan: For a region of keys and values, by its number in `CompiledDenoiser.regions`: the
@@ -183,7 +186,8 @@ class ValidatedInputs:
         sizes: Their sizes by role.
         compilation: What serves the call.
         samples: The arguments of each sample, if it runs as one call per sample.
-        listed: Whether its samples are lists' items, so that it has no batch.
+        join: How its results follow from those of its samples.
+        pictures: The mask's shape for each sample's picture, where they differ.
     """
 
     values: list[Any]
@@ -191,7 +195,8 @@ class ValidatedInputs:
     sizes: dict[str, int]
     compilation: Compilation
     samples: tuple[ValidatedInputs, ...] = ()
-    listed: bool = False
+    join: Join = Join()
+    pictures: tuple[tuple[int, ...], ...] = ()
 
     @property
     def program(self) -> Program | None:
@@ -208,15 +213,22 @@ class ValidatedInputs:
     def stacks_results(self) -> bool:
         """Whether its results are lists with an item per sample, stacked in its recording."""
         spec = self.samples[0].compilation.capture.out_spec if self.samples else None
-        return self.listed and spec is not None and has_list(spec)
+        return self.join.items is list and spec is not None and has_list(spec)
 
     @property
     def mask_shape(self) -> tuple[int, ...]:
         """Return a mask's shape for these inputs: (height, width) of the latent, or (tokens,).
 
-        A video's has its frames first.
+        A video's has its frames first. Sites of pictures that differ in size form one vector.
         """
-        return mask_shape(self.sizes)
+        return (sum(map(prod, self.pictures)),) if self.pictures else mask_shape(self.sizes)
+
+    @cached_property
+    def differ(self) -> bool:
+        """Whether its samples have programs or picture sizes of their own."""
+        alike = not self.pictures and self.join in (Join(), Join(list))
+        codes = {one.program_code for one in self.samples}
+        return bool(self.samples) and not (alike and len(codes) == 1)
 
     @cached_property
     def latent(self) -> Tensor:
@@ -227,8 +239,11 @@ class ValidatedInputs:
     @cached_property
     def constants(self) -> list[object]:
         """Return the arguments that aren't tensors, among them the picture's sizes."""
+        if self.differ:
+            return [*(one.constants for one in self.samples), *map(list, self.pictures)]
         leaves = zip(self.compilation.capture.leaves, self.values, strict=True)
-        return [v for leaf, v in leaves if not leaf.tensor and leaf.argument != "return_dict"]
+        found = [v for leaf, v in leaves if not leaf.tensor and leaf.argument != "return_dict"]
+        return [*found, *(list(shape) for shape in self.pictures)]
 
     def step_arguments(self) -> list[tuple[str, Tensor]]:
         """Return the names and values of the arguments that identify the step (timestep, sigma)."""
@@ -278,6 +293,8 @@ class ValidatedCall:
         mask: The mask of an edit.
         regions: The masks of the regions of an edit that compute other sites.
         adapters: Its adapters, checked; None without any.
+        parts: The members that compute its samples, where these have programs or sizes of their
+            own.
     """
 
     step: AnyStep
@@ -285,6 +302,7 @@ class ValidatedCall:
     mask: Mask | None = None
     regions: Mapping[int, Mask] = field(default_factory=dict)
     adapters: AdapterSet | None = None
+    parts: tuple[ValidatedCall, ...] = ()
 
     def recording(
         self, output: list[object], weights: str, given: Sequence[object] = ()

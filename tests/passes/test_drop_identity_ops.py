@@ -44,9 +44,17 @@ def test_drops_copies() -> None:
     check_values(module, picture)
 
 
+def test_drops_the_only_part_of_a_split() -> None:
+    module = Function(lambda x: torch.tanh(x.split([x.shape[2]], 2)[0]))
+    run = run_pass(drop_identity_ops, module, picture)
+    assert (run.rewrites, run.after["split_with_sizes"], run.after["tanh"]) == (1, 0, 1)
+    check_values(module, picture)
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        lambda x: torch.tanh(x.split([1, 3], 1)[0]),
         lambda x: aten.alias(torch.tanh(x)),  # feeds the output
         lambda x: torch.tanh(x * 2 + 1),
         lambda x: torch.tanh(aten.copy(x, aten.slice(x, 1, 0, 1).sin())),

@@ -158,6 +158,26 @@ def test_captures_with_other_tables_have_other_programs() -> None:
     assert len(denoiser.programs) == 2
 
 
+def test_captures_with_other_cuts_have_other_programs() -> None:
+    """Their graphs differ in nothing but where tokens are cut."""
+
+    class Halved(nn.Module):
+        def forward(self, sample: Tensor, late: bool = False) -> Tensor:
+            count = 24 if late else 8
+            parts = sample[:, :count], sample[:, count:]
+            each = [F.scaled_dot_product_attention(part, part, part) for part in parts]
+            return sample + torch.cat(each, 1)
+
+    module = Halved()
+    denoiser, sample = maskfx.compile(module), torch.randn(2, 32, 8)
+    for late in (False, True):
+        arguments: dict[str, Any] = {"sample": sample, "late": late}
+        _, kept = denoiser.record(**arguments)
+        found = denoiser.edit([EditStep(arguments, torch.arange(32) % 5 == 0, kept)])[0]
+        assert error(found, module(**arguments)) < 1e-5
+    assert len(denoiser.programs) == 2
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (16, 24), (1, 1), (5,), (64,)])
 def test_a_proof_leaves_a_rest_at_coarse_levels(shape: tuple[int, ...]) -> None:
     mask = proof.uneven_mask(shape)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,7 +50,7 @@ class Fixed(nn.Module):
         return out
 
 
-def built(kind: type[nn.Module]) -> nn.Module:
+def built(kind: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind().eval().requires_grad_(False)
 
@@ -129,3 +131,54 @@ def test_sizes_without_rows_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPat
     for count in (64, 65, 66, 67):
         denoiser.record(**{**inputs, "count": count})
     assert [one.program is not None for one in denoiser.compilations] == [True, False, False]
+
+
+class Rows(nn.Module):
+    """A convolution, shifted by the mean of a few rows, or by a row for each sample."""
+
+    def __init__(self, each: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+        self.rows, self.each = nn.Linear(3, 4), each
+
+    def forward(self, sample: Tensor, timestep: Tensor, rows: Tensor) -> Tensor:
+        own = self.rows(rows) if self.each else self.rows(rows).mean(0)
+        shift = timestep[:, None] / 1000 + own
+        out: Tensor = self.last(F.silu(self.first(sample) + shift[:, :, None, None]))
+        return out
+
+
+def rows_call(batch: int, rows: int) -> dict[str, Any]:
+    torch.manual_seed(10 * batch + rows)
+    sample, timestep = torch.randn(batch, 4, 8, 12), torch.full((batch,), 5.0)
+    return {"sample": sample, "timestep": timestep, "rows": torch.randn(rows, 3)}
+
+
+def test_as_many_rows_as_samples_by_chance() -> None:
+    """Calls of other batches have as many rows as before, which the module takes."""
+    module = built(Rows)
+    denoiser = maskfx.compile(module)
+    for batch, rows in ((2, 2), (3, 2), (1, 2), (2, 3), (2, 2)):
+        call = rows_call(batch, rows)
+        output, kept = denoiser.record(**call)
+        mask = torch.rand(8, 12) < 0.2
+        found = [output, *denoiser.edit([maskfx.EditStep(call, mask, kept)])]
+        for got in (*found, *denoiser.batch([call, rows_call(2, 2)])[:1]):
+            assert_near(got, module(**call))
+    assert [one.reasons for one in denoiser.compilations] == [{}, {}]
+
+
+@pytest.mark.parametrize("first", [(2, 2), (1, 2)])
+def test_a_result_for_each_row_of_an_argument(first: tuple[int, int]) -> None:
+    """A module gives several results of one sample; none of a graph's is that of a sample."""
+    module = built(partial(Rows, each=True))
+    denoiser = maskfx.compile(module)
+    for batch, rows in (first, (1, 2), (2, 2), (1, 1)):
+        call = rows_call(batch, rows)
+        output, kept = denoiser.record(**call)
+        assert output.shape == module(**call).shape
+        mask = torch.rand(8, 12) < 0.2
+        for got in (output, *denoiser.edit([maskfx.EditStep(call, mask, kept)])):
+            assert_near(got, module(**call))
+    with pytest.raises(InputError, match="rows: its batch is 3, but 2 in sample"):
+        maskfx.compile(module).batch([rows_call(2, 2), rows_call(2, 3)])

@@ -17,14 +17,6 @@ def has_batch(leaves: Sequence[Argument]) -> bool:
     return any("batch" in leaf.roles for leaf in leaves)
 
 
-def listed_samples(leaves: Sequence[Argument]) -> int:
-    """Return the number of samples that the image argument lists, or 0 if it has a batch."""
-    if has_batch(leaves):
-        return 0
-    primary = next(leaf for leaf in leaves if leaf.step and "y" in leaf.roles)
-    return sum(leaf.tensor and leaf.argument == primary.argument for leaf in leaves)
-
-
 def is_of_request(role: str) -> bool:
     """Return True for a dimension whose size has nothing to do with the picture's."""
     return role == "batch" or role.startswith("text:")

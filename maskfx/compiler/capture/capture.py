@@ -23,9 +23,9 @@ from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.argument_lanes import placeholder_lane, pyramid_of
 from maskfx.compiler.capture.attempt_sizes import (
     candidates,
+    has_batch,
     is_of_request,
     is_thin,
-    listed_samples,
     uneven,
 )
 from maskfx.compiler.capture.branches import BranchesOnSteps, Unexportable, split_off
@@ -50,6 +50,7 @@ from maskfx.compiler.capture.value_reads import (
 from maskfx.compiler.capture.whole import WholeModules, has_unknown_size
 from maskfx.ir import progress
 from maskfx.ir.lanes import set_lane
+from maskfx.ir.listed import count_listed
 from maskfx.ir.number_settings import Place
 from maskfx.ir.objects import new_objects
 from maskfx.ir.other_sizes import SizeExpr, other_bases
@@ -115,9 +116,11 @@ def capture(
         attempt = any(leaf.sides or leaf.roles and not leaf.tensor for leaf in leaves)
     if turned:
         attempt = attempt and found != infer(module, inputs, roles, grid, read)
-    call = ExampleCall(leaves, values, spec, roles_.observed_sizes(leaves, values))
     notes, interrupted, reads = list[str](), False, False
-    listed = listed_samples(leaves)
+    listed = 0 if has_batch(leaves) else count_listed(inputs)
+    if listed > 1:
+        leaves = list(map(roles_.without_texts, leaves))  # each sample has texts of its own
+    call = ExampleCall(leaves, values, spec, roles_.observed_sizes(leaves, values))
     if listed > 1:
         notes.append(f"{listed} samples in a list: a capture is of one sample")
     if not attempt and not kept:
@@ -172,6 +175,7 @@ def capture(
         single=single,
         interrupted=interrupted,
         reads=reads,
+        lists=listed > 1,
     )
 
 

@@ -59,6 +59,7 @@ class Capture:
         interrupted: whether the operating system ended an attempt without a graph, as where too
             many files are open; another process may succeed.
         reads: whether sizes depend on what a tensor holds, or attempts failed because they do.
+        lists: whether it stands for calls that list several samples, of which there is no graph.
         numbers: where the numbers of the module's settings stand that the graph reads as tensors.
         facts: what else it was made for of these numbers.
         holds: whether the facts are as they were.
@@ -83,6 +84,7 @@ class Capture:
     compared: bool = True
     interrupted: bool = False
     reads: bool = False
+    lists: bool = False
     numbers: list[Place] = field(default_factory=list)
     facts: list[NumberFact] = field(default_factory=list)
     holds: bool = True
@@ -166,13 +168,18 @@ class Capture:
         return False
 
     def _in_groups(self, values: Sequence[object], batch: int, wanted: object) -> list[object]:
-        """Return the leaves of the graph's result, computed in groups of `batch` requests."""
-        groups = groups_of(self.leaves, values, batch)
+        """Return the leaves of the graph's result, computed in groups of `batch` requests.
+
+        The last group may be padded; then the results have more requests than the call, or none of
+        them belongs to a request, and the graph computes something else.
+        """
+        groups, leaves = groups_of(self.leaves, values, batch), pytree.tree_leaves(wanted)
         runs = [pytree.tree_leaves(self._run(copies(group))) for group in groups]
-        parts = zip(*runs, strict=True)
-        return [
-            joined(own, leaf) for own, leaf in zip(parts, pytree.tree_leaves(wanted), strict=True)
-        ]
+        pairs = list(zip(zip(*runs, strict=True), leaves, strict=True))
+        padded = roles_.observed_sizes(self.leaves, values)["batch"] % batch
+        if padded and not any(has_other_shape(parts[0], leaf) for parts, leaf in pairs):
+            raise ValueError(f"results of {batch} requests have the shapes of those of {padded}")
+        return [joined(parts, leaf) for parts, leaf in pairs]
 
     def _run(self, values: Sequence[object]) -> object:
         """Run the graph; one that was read from a file has the flattened arguments as inputs."""
@@ -247,14 +254,17 @@ class Capture:
         return found
 
     def _other_features(self, values: Sequence[object]) -> bool:
-        """Return True if a size without a role, such as channels or frames, has changed."""
+        """Return True if a size without a role, such as channels or frames, has changed.
+
+        Listed samples, of which there is no graph, may have any sizes.
+        """
         for leaf, value, sizes in zip(self.leaves, values, self.features, strict=True):
             if not leaf.tensor:
                 continue
             if not isinstance(value, torch.Tensor) or value.dim() != len(leaf.roles):
                 return True
             shape = sizes[: len(leaf.roles)]
-            if any(
+            if not self.lists and any(
                 roles_.is_fixed(r) and a != b
                 for r, a, b in zip(leaf.roles, shape, value.shape, strict=True)
             ):
@@ -311,6 +321,12 @@ def groups_of(
     """Split the arguments into groups of `batch` requests; the last group is padded."""
     own = roles_.observed_sizes(leaves, values)["batch"]
     return [with_batch(leaves, values, batch, start) for start in range(0, own, batch)]
+
+
+def has_other_shape(one: object, other: object) -> bool:
+    """Return True for tensors of different shapes."""
+    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return both and one.shape != other.shape  # type: ignore[attr-defined]
 
 
 def joined(parts: Sequence[Any], wanted: object) -> object:

@@ -15,7 +15,6 @@ from maskfx.compiler.capture.roles import (
     STEP_WORDS,
     Argument,
     Roles,
-    are_samples,
     flatten,
 )
 from maskfx.compiler.capture.tensor_sides import (
@@ -25,6 +24,7 @@ from maskfx.compiler.capture.tensor_sides import (
     small_wholes,
 )
 from maskfx.errors import CaptureError, InputError
+from maskfx.ir.listed import count_listed, noisy_path
 
 TEXT_WORDS = ("encoder", "text", "txt", "prompt", "caption", "context", "clip", "llm", "cap_")
 SCORE_WORDS = ("mask", "region", "bias")  # of arguments with a number for each pair of tokens
@@ -73,7 +73,8 @@ def infer(
                 f"roles={{{name!r}: ...}}: no tensor of the inputs has this name; choose one of "
                 f"{list(tensors)}"
             )
-    alone = samples(primary, tensors) > 0
+    alone = count_listed(inputs) > 0
+    primary = noisy_path(primary, tensors) if alone else primary
     own = override.get(primary)
     own = own or roles_by_channels(module, primary, tensors)
     picture = picture_sizes(primary, tensors[primary], own, alone)
@@ -143,13 +144,6 @@ def primary_path(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -
         f"no argument looks like a picture (3 dimensions or more): "
         f"{ {p: tuple(t.shape) for p, t in tensors.items()} }; pass compile(roles=)"
     )
-
-
-def samples(primary: str, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return how many samples the image argument lists; 0 if it isn't a list of samples."""
-    argument, _, place = primary.partition(".")
-    entries = [v for p, v in tensors.items() if p.startswith(f"{argument}.")]
-    return len(entries) if place[:1].isdigit() and are_samples(entries) else 0
 
 
 @dataclass(frozen=True)

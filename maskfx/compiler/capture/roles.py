@@ -16,7 +16,7 @@ number of frames.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import starmap
 from typing import Any
 
@@ -64,13 +64,9 @@ def path_name(path: Sequence[object]) -> str:
     return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
 
 
-def are_samples(entries: Sequence[object]) -> bool:
-    """Return True if a list's entries may be samples without a batch, which differ in size only.
-
-    Other lists hold several arguments, or the levels of a pyramid.
-    """
-    shapes = [v.shape[:-2] if isinstance(v, torch.Tensor) else None for v in entries]
-    return bool(shapes) and bool(shapes[0]) and all(shape == shapes[0] for shape in shapes)
+def without_texts(leaf: Argument) -> Argument:
+    """Return an argument whose texts are plain features."""
+    return replace(leaf, roles=tuple("" if r.startswith("text:") else r for r in leaf.roles))
 
 
 def batch_axis(roles: Roles) -> int | None:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.ir.late import LateTensor
 from maskfx.ir.level_shares import MaskWork
+from maskfx.ir.listed import count_listed
 from maskfx.ir.module_settings import RunSettings
 from maskfx.ir.objects import Watched, made_object
 from maskfx.ir.values import copy_of
@@ -63,7 +64,7 @@ from maskfx.runtime.reuse.session import Times, times_of
 from maskfx.runtime.sites.mask import Mask, MaskCache
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.runtime.steps import DenseStep
-from maskfx.runtime.validation.sample_arguments import count_listed, join_results, select_sample
+from maskfx.runtime.validation.sample_arguments import join_results, select_sample
 
 Execute = Callable[[list["DenoiserCall"]], None]
 Shapes = dict[tuple[str, ShapeKey], object]  # denoiser and inputs -> shapes of the result

@@ -62,8 +62,17 @@ def encode(
     """
     writer = _Writer()
     packed = cache.packed(replace(encoding, output=Format.KEEP), keep)
-    document = {
-        "schema": SCHEMA,
+    document = {"schema": SCHEMA, **document_of(packed, writer, encoding)}
+    metadata = {DOCUMENT: json.dumps(document), LABELS: json.dumps(dict(labels or {}))}
+    metadata[SUMS] = b"".join(sum_of(*one) for one in sorted(writer.tensors.items())).hex()
+    metadata[PIECES] = b"".join(piece_sums(*one) for one in sorted(writer.tensors.items())).hex()
+    metadata[CHECK] = check_of(metadata)
+    return safetensors.torch.save(writer.tensors, metadata)
+
+
+def document_of(cache: StepCache, writer: _Writer, encoding: Encoding) -> Document:
+    """Return what is written about a step whose rows are in their formats."""
+    return {
         "program": cache.program,
         "sizes": cache.sizes,
         "dtype": _name_of(cache.dtype),
@@ -75,7 +84,7 @@ def encode(
         "given": [writer.pack(v, f"given[{i}]") for i, v in enumerate(cache.given)],
         "adapters": [list(one) for one in cache.adapters],
         "step": {name: writer.add(t) for name, t in cache.step.items()},
-        "rows": {tap: writer.add(value) for tap, value in packed.rows.items()},
+        "rows": {tap: writer.add(value) for tap, value in cache.rows.items()},
         "stats": [
             {
                 "segments": list(segments),
@@ -85,17 +94,13 @@ def encode(
                 "centre": writer.add(stats.centre),
                 "size": writer.add(stats.size),
             }
-            for (segments, groups), stats in packed.stats.items()
+            for (segments, groups), stats in cache.stats.items()
         ],
         "masks": None
         if cache.masks is None
         else [writer.add(cache.masks.ever), writer.add(cache.masks.always)],
+        "samples": [document_of(one, writer, encoding) for one in cache.samples],
     }
-    metadata = {DOCUMENT: json.dumps(document), LABELS: json.dumps(dict(labels or {}))}
-    metadata[SUMS] = b"".join(sum_of(*one) for one in sorted(writer.tensors.items())).hex()
-    metadata[PIECES] = b"".join(piece_sums(*one) for one in sorted(writer.tensors.items())).hex()
-    metadata[CHECK] = check_of(metadata)
-    return safetensors.torch.save(writer.tensors, metadata)
 
 
 def decode(data: bytes | bytearray | memoryview) -> StepCache:
@@ -255,6 +260,9 @@ class StepReader:
                 f"a stored step has schema {document['schema']!r}, this maskfx reads {SCHEMA}; "
                 "record it again"
             )
+        return self._step(document)
+
+    def _step(self, document: Document) -> StepCache:
         return StepCache(
             document["program"],
             {role: int(size) for role, size in document["sizes"].items()},
@@ -274,6 +282,7 @@ class StepReader:
             given=[self.unpack(v) for v in document["given"]],
             adapters=tuple((str(d), float(w)) for d, w in document.get("adapters", ())),
             masks=document["masks"] and Masks(*map(self.tensor, document["masks"])),
+            samples=list(map(self._step, document.get("samples", ()))),
         )
 
     def tap_rows(self, ref: Document) -> Rows:

@@ -83,7 +83,10 @@ class SiteStats:
 
 @dataclass
 class StepCache:
-    """One recorded step of one call; opaque to users except for `nbytes`."""
+    """One recorded step of one call; opaque to users except for `nbytes`.
+
+    That of a call whose samples have programs or picture sizes of their own is one of each sample.
+    """
 
     program: str
     sizes: dict[str, int]
@@ -98,6 +101,7 @@ class StepCache:
     masks: Masks | None = None  # only what edits with these can read is kept
     given: list[object] = field(default_factory=list)  # the inputs, if edits may compute from them
     adapters: tuple[tuple[str, float], ...] = ()  # digest and weight of each it was recorded with
+    samples: list[StepCache] = field(default_factory=list)  # in place of all rows and outputs
 
     def nbytes(self) -> int:
         """Return the bytes that this cache holds."""
@@ -106,6 +110,7 @@ class StepCache:
             t.nbytes for t in self.sums.values()
         )
         rest += self.masks.nbytes if self.masks is not None else 0
+        rest += sum(one.nbytes() for one in self.samples)
         return (
             sum(held.values())
             + rest
@@ -141,6 +146,7 @@ class StepCache:
                 for key, kept in self.stats.items()
             },
             sums={},
+            samples=[self.samples[number] for number in elements] if self.samples else [],
         )
 
     def packed(self, encoding: Encoding, keep: Collection[str] | None = None) -> StepCache:
@@ -161,6 +167,7 @@ class StepCache:
             rows=_pack_all(rows, encoding.of),
             stats={key: kept.packed(encoding.stats) for key, kept in self.stats.items()},
             sums={},
+            samples=[one.packed(encoding, keep) for one in self.samples],
         )
 
     def within(self, masks: Masks, reach: Reach) -> StepCache:
@@ -195,7 +202,10 @@ class StepCache:
             stats = {k: s.towards(second.stats[k], weight) for k, s in first.stats.items()}
         # rows computed from this step's inputs would be others than those in between
         given = [] if rows else self.given
-        return changed(self, rows=dict(rows), stats=stats, sums={}, masks=first.masks, given=given)
+        three = zip(self.samples, first.samples, second.samples, strict=True)
+        samples = [own.served_by(one, other, weight) for own, one, other in three]
+        found = changed(self, rows=dict(rows), stats=stats, sums={}, masks=first.masks)
+        return replace(found, given=given, samples=samples)
 
 
 def changed(cache: StepCache, **changes: object) -> StepCache:
@@ -205,7 +215,7 @@ def changed(cache: StepCache, **changes: object) -> StepCache:
 
 def has_unread(cache: StepCache) -> bool:
     """Return True if rows of the step are still to be read from a store."""
-    return any(map(stored_parts, cache.rows.values()))
+    return any(map(stored_parts, cache.rows.values())) or any(map(has_unread, cache.samples))
 
 
 Then = Callable[[StepCache | None], bool]  # what is done with a step that was read
@@ -218,10 +228,11 @@ def is_found(cache: StepCache | None) -> bool:
 def read_rows(cache: StepCache, taps: Sequence[str], goes_on: Callable[[], bool]) -> None:
     """Read the rows of these taps from their store, until `goes_on` returns False."""
     for tap in taps:
-        for part in stored_parts(cache.rows[tap]) if tap in cache.rows else ():
-            if not goes_on():
-                return
-            part.read()
+        for one in (cache, *cache.samples):
+            for part in stored_parts(one.rows[tap]) if tap in one.rows else ():
+                if not goes_on():
+                    return
+                part.read()
 
 
 def places_of(rows: Rows) -> Iterator[tuple[int, int]]:
@@ -304,6 +315,7 @@ def with_tensors(cache: StepCache, change: Callable[[Tensor], Tensor]) -> StepCa
         rows=once(cache.rows),
         stats={key: stats(kept) for key, kept in cache.stats.items()},
         sums=once(cache.sums),
+        samples=[with_tensors(one, change) for one in cache.samples],
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -81,8 +82,13 @@ def recorded_output(call: ValidatedCall) -> object:
 def blended(flat: Sequence[object], call: ValidatedCall) -> list[object]:
     """Return an edit's results where masked and the recorded ones elsewhere."""
     assert isinstance(call.step, EditStep)
-    pairs = zip(flat, call.step.cache.output, strict=True)
-    return [masked(new, old, mask_of(call).sites) for new, old in pairs]
+    pictures, whole = call.inputs.pictures, mask_of(call).sites
+    masks = [whole] * len(flat)
+    if len(pictures) == len(flat):
+        parts = zip(whole.split(list(map(prod, pictures))), pictures, strict=True)
+        masks = [part.view(shape) for part, shape in parts]
+    triples = zip(flat, call.step.cache.output, masks, strict=True)
+    return [masked(*own) for own in triples]
 
 
 def mask_of(call: ValidatedCall) -> Mask:

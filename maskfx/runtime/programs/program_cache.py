@@ -40,7 +40,6 @@ from maskfx.runtime.programs.proof import (
     disorder_of,
     every_other,
     fails,
-    has_sides_in,
     hides,
     run_module,
     same_ranks,
@@ -187,8 +186,7 @@ class ProgramCache:
         spec: pytree.TreeSpec,
         single: bool,
     ) -> Compilation | None:
-        disagreement: InputError | None = None
-        others: InputError | None = None  # numbers that may be anything but the picture's sides
+        disagreement: InputError | None = None  # or sizes that are alike in other calls by chance
         for compilation in among:
             if spec != compilation.capture.in_spec or not same_ranks(compilation.capture, values):
                 continue
@@ -197,16 +195,12 @@ class ProgramCache:
             try:
                 sizes = roles_.observed_sizes(compilation.capture.leaves, values)
             except SizesDisagree as error:
-                if has_sides_in(compilation, error.path):
-                    others = error
-                elif not error.role.startswith("text:"):  # other lengths get a separate capture
+                if not error.role.startswith("text:"):  # other lengths get a separate capture
                     disagreement = error
                 continue
             if compilation.capture.serves(self.module, spec, values, sizes):
                 return compilation
-        if others is not None and fails(self.module, values, spec):
-            disagreement = others
-        if disagreement is not None:
+        if disagreement is not None and fails(self.module, values, spec):
             raise disagreement
         return None
 

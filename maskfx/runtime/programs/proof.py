@@ -61,11 +61,6 @@ def is_unread(leaf: Argument, value: Tensor) -> bool:
     return value.is_meta or each.numel() != len(leaf.sides) or value.is_floating_point()
 
 
-def has_sides_in(compilation: Compilation, path: str) -> bool:
-    """Return True if an argument is a tensor that has sides of the picture among its numbers."""
-    return any(leaf.sides and leaf.path == path for leaf in compilation.capture.leaves)
-
-
 def run_module(module: nn.Module, inputs: dict[str, object]) -> object:
     """Run a denoiser's module; raise InputError if it fails on these inputs."""
     try:

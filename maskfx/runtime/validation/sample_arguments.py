@@ -12,55 +12,59 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.roles import EACH_FRAME, Argument, are_samples
+from maskfx.compiler.capture.roles import EACH_FRAME, Argument
+from maskfx.ir.listed import Join, count_listed
 from maskfx.ir.weak_memo import WeakMemo
 
 VIEWS = 512  # kept: arguments cut for a sample, so that the same argument gives the same tensor
+
+LISTS = Join(list)
 
 Inputs = Mapping[str, Any]
 Cut = tuple[int, int, int]  # axis, start, length
 
 
-def count_listed(inputs: Mapping[str, object]) -> int:
-    """Return the number of samples that the call lists; 0 if it doesn't pass lists of samples."""
-    for value in inputs.values():
-        if isinstance(value, Tensor) and value.dim() >= 3:
-            return 0
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
-            return len(value) if are_samples(value) else 0
-    return 0
+def first_cut(value: Tensor, index: int) -> Tensor:
+    return value[index : index + 1]
 
 
-def select_sample(value: object, index: int, count: int) -> object:
-    """Return an argument of a call that lists samples, for one of them alone."""
-    if isinstance(value, (list, tuple)) and len(value) == count:
-        return type(value)([value[index]])
+def select_sample(
+    value: object, index: int, count: int, cut: Callable[[Tensor, int], Tensor] = first_cut
+) -> object:
+    """Return an argument of a call that lists samples, for one of them alone.
+
+    Args:
+        value: The argument.
+        index: The number of the sample.
+        count: The number of samples.
+        cut: Returns a sample's part of a tensor.
+    """
+    if isinstance(value, (list, tuple)):
+        if len(value) == count:
+            return type(value)([value[index]])
+        return type(value)([select_sample(one, index, count, cut) for one in value])
     if isinstance(value, Mapping):
-        return {key: select_sample(one, index, count) for key, one in value.items()}
+        return {key: select_sample(one, index, count, cut) for key, one in value.items()}
     if isinstance(value, Tensor) and value.dim() and value.shape[0] == count:
-        return value[index : index + 1]
+        return cut(value, index)
     return value
 
 
-def join_results(results: Sequence[Any], listed: bool = True) -> Any:
-    """Join the results of several calls into one, sample after sample.
-
-    If the call lists its samples, its results are listed, too; in the results of other calls each
-    item of a list has a batch.
-    """
+def join_results(results: Sequence[Any], how: Join = LISTS) -> Any:
+    """Join the results of several calls into one, sample after sample."""
     first = results[0]
     if isinstance(first, Tensor):
-        return torch.cat(list(results))
-    if isinstance(first, list) and listed:
-        return [item for result in results for item in result]
+        return torch.cat(list(results), how.axis)
+    if how.items is not None and isinstance(first, how.items):
+        return how.items(item for result in results for item in result)
     if isinstance(first, Mapping):
-        columns = {k: join_results([result[k] for result in results], listed) for k in first}
+        columns = {k: join_results([result[k] for result in results], how) for k in first}
         named = all(isinstance(key, str) for key in columns)  # outputs of diffusers take keywords
         kind: Callable[..., Mapping[str, object]] = type(first)
         return kind(**columns) if named else kind(columns)
     if isinstance(first, (list, tuple)):
         columns_ = zip(*results, strict=True)
-        return type(first)([join_results(parts, listed) for parts in columns_])
+        return type(first)([join_results(parts, how) for parts in columns_])
     return first
 
 
@@ -81,7 +85,10 @@ class SampleArguments:
         listed = count_listed(inputs)
         if listed:
             return [
-                {name: self._selected(value, i, listed) for name, value in inputs.items()}
+                {
+                    name: select_sample(value, i, listed, self._item)
+                    for name, value in inputs.items()
+                }
                 for i in range(listed)
             ]
         by_path = {leaf.path: leaf for leaf in leaves}
@@ -94,9 +101,7 @@ class SampleArguments:
             for i in range(batch)
         ]
 
-    def _selected(self, value: object, index: int, count: int) -> object:
-        if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != count:
-            return select_sample(value, index, count)
+    def _item(self, value: Tensor, index: int) -> Tensor:
         return self.view(value, ((0, index, 1),))
 
     def _cut(
@@ -132,8 +137,13 @@ class SampleArguments:
             [self._cut(v, f"{path}.{i}", index, batch, leaves, texts) for i, v in enumerate(value)]
         )
 
-    def view(self, value: Tensor, cuts: tuple[Cut, ...], keep: bool = True) -> Tensor:
-        """Return a part of an argument; with `keep`, the same tensor for the same argument."""
+    def view(
+        self, value: Tensor, cuts: tuple[Cut, ...], keep: bool = True, less: int = 0
+    ) -> Tensor:
+        """Return a part of an argument, `less` than its numbers by a number.
+
+        With `keep`, the same argument gives the same tensor.
+        """
         cuts = tuple(c for c in cuts if (c[1], c[2]) != (0, value.shape[c[0]]))
         if not cuts:
             return value
@@ -142,9 +152,9 @@ class SampleArguments:
             found = value
             for axis, start, length in cuts:
                 found = found.narrow(axis, start, length)
-            return found.detach()
+            return found - less if less else found.detach()
 
-        return self._views.made_of([value], view, cuts) if keep else view()
+        return self._views.made_of([value], view, (cuts, less)) if keep else view()
 
     def _texts(self, inputs: Inputs, leaves: Mapping[str, Argument]) -> dict[str, list[int]]:
         """Return by role the length of each sample's text, where masks leave out the rest."""

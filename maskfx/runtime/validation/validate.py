@@ -28,7 +28,7 @@ class RegionChoices:
     wide: tuple[tuple[int, Mask], ...]
 
 
-def check_mask(mask: object, wanted: tuple[int, ...]) -> Tensor:
+def check_mask(mask: object, wanted: tuple[int, ...], name: str = "mask") -> Tensor:
     """Check that an edit's mask is boolean and of the wanted shape; return it.
 
     The mask of a video may have no frames; it is the same in each then.
@@ -36,7 +36,7 @@ def check_mask(mask: object, wanted: tuple[int, ...]) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         seen = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise MaskError(
-            f"EditStep.mask: expected a boolean tensor of shape {wanted}, got {seen}; "
+            f"EditStep.{name}: expected a boolean tensor of shape {wanted}, got {seen}; "
             "use mask > 0.5"
         )
     if len(wanted) == 3 and tuple(mask.shape) == wanted[1:]:
@@ -44,7 +44,7 @@ def check_mask(mask: object, wanted: tuple[int, ...]) -> Tensor:
     if tuple(mask.shape) != wanted:
         flat = f" or {wanted[1:]}, the same in all frames" if len(wanted) == 3 else ""
         raise MaskError(
-            f"EditStep.mask: expected shape {wanted}{flat}, got {tuple(mask.shape)}; "
+            f"EditStep.{name}: expected shape {wanted}{flat}, got {tuple(mask.shape)}; "
             "resize it to the latent (by max-pooling, so that thin strokes survive)"
         )
     return mask
@@ -60,8 +60,9 @@ def check_recording(cache: object) -> StepCache:
 
 def check_caches(calls: Sequence[ValidatedCall]) -> None:
     """Check that the caches of edits have their adapters, and may be written where they are."""
-    check_adapters(calls)
-    check_written(calls)
+    own = [part for call in calls for part in call.parts or (call,)]
+    check_adapters(own)
+    check_written(own)
 
 
 def check_choice(step: EditStep) -> None:
@@ -175,7 +176,8 @@ def check_timesteps(calls: Sequence[ValidatedCall]) -> None:
     """
     pairs = [
         (name, call.step.cache.step[name], now)
-        for call in calls
+        for each in calls
+        for call in each.parts or (each,)
         if isinstance(call.step, EditStep)
         and not (call.step.any_step or isinstance(call.step.cache, RollingCache))
         for name, now in call.inputs.step_arguments()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,13 @@ from maskfx.runtime.lora.layers import SetCache
 from maskfx.runtime.programs.program_cache import ProgramCache
 from maskfx.runtime.sites.mask import Mask, MaskCache
 from maskfx.runtime.steps import AnyStep, EditStep, ValidatedCall, ValidatedInputs
-from maskfx.runtime.validation.sample_arguments import count_listed
-from maskfx.runtime.validation.sample_calls import SampleCalls, picture_sizes
+from maskfx.runtime.validation.sample_calls import (
+    PACKED,
+    SampleCalls,
+    picture_shapes,
+    picture_sizes,
+    steps_of_samples,
+)
 from maskfx.runtime.validation.validate import (
     RegionChoices,
     check_arguments,
@@ -90,13 +95,22 @@ class Validator:
 
     def call(self, step: AnyStep, single: bool = False) -> ValidatedCall:
         """Validate a member of a step, except for its timestep."""
-        inputs, adapters = self.arguments(step.inputs, single), self.adapters.of(step.adapters)
-        if not isinstance(step, EditStep):
-            return ValidatedCall(step, inputs, adapters=adapters)
-        check_recording(step.cache)
-        mask = self._masks.of(check_mask(step.mask, inputs.mask_shape))
-        check_choice(step)
-        return ValidatedCall(step, inputs, mask, self._regions(step, inputs, mask), adapters)
+        return self._call(step, self.arguments(step.inputs, single))
+
+    def _call(self, step: AnyStep, inputs: ValidatedInputs) -> ValidatedCall:
+        """Validate a member of a step, given its arguments."""
+        found = ValidatedCall(step, inputs, adapters=self.adapters.of(step.adapters))
+        if isinstance(step, EditStep):
+            check_recording(step.cache)
+            mask = self._masks.of(check_mask(step.mask, inputs.mask_shape))
+            check_choice(step)
+            found = replace(found, mask=mask)
+            if not inputs.differ:
+                return replace(found, regions=self._regions(step, inputs, mask))
+        if inputs.differ:
+            own = zip(steps_of_samples(step, inputs), inputs.samples, strict=True)
+            found = replace(found, parts=tuple(self._call(*one) for one in own))
+        return found
 
     def arguments(self, given: Mapping[str, object], single: bool) -> ValidatedInputs:
         """Validate the arguments of a call, or of a sample of one that was divided."""
@@ -113,14 +127,21 @@ class Validator:
         check_arguments(self.module, self._signature, inputs)
         _, values, spec = roles_.flatten(inputs)
         with progress.work("capture", f"capture of {type(self.module).__name__}", 3):
-            compilation = self.programs.serving(inputs, values, spec)
-            samples = self.samples.split(inputs, values, compilation)
+            samples, join = self.samples.packed(inputs) if self.samples.packs else (), PACKED
+            if samples:
+                compilation = samples[0].compilation
+            else:
+                compilation = self.programs.serving(inputs, values, spec)
+                samples, join = self.samples.split(inputs, values, compilation)
         self.weights.settle()
-        sizes = roles_.observed_sizes(compilation.capture.leaves, values)
+        pictures, sizes = picture_shapes(inputs, samples, join), dict[str, int]()
+        if not samples or join != PACKED:
+            sizes = roles_.observed_sizes(compilation.capture.leaves, values)
+        if samples or pictures:
+            sizes = picture_sizes({} if pictures else samples[0].sizes, sizes)
         if samples:
-            sizes = {**picture_sizes(samples[0].sizes, sizes), "batch": len(samples)}
-        listed = count_listed(inputs) > 0
-        found = ValidatedInputs(values, spec, sizes, compilation, samples, listed)
+            sizes["batch"] = len(samples)
+        found = ValidatedInputs(values, spec, sizes, compilation, samples, join, pictures)
         self._inputs[id(given)] = (given, leaves, mark, found)  # held: an id may be reused
         return found
 
