@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from maskfx.distributed.unsupported import why_unsupported
 from maskfx.engine.services import OwnProcesses
 from maskfx.errors import InputError
 from maskfx.ops.cache_folder import kept_folder
@@ -24,7 +25,6 @@ from maskfx.runtime.cache.stores.entry_store import EntryStore
 from maskfx.runtime.cache.stores.remote_store import RemoteStore
 from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.cache.tiers import Tiers
-from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.hardware.devices import CPU, free_memory
 from maskfx.runtime.lora.registry import Adapters
 from maskfx.runtime.reuse.patches import PatchReuse
@@ -160,15 +160,7 @@ def own_processes_of(settings: ServeSettings, family: PipelineSet) -> OwnProcess
 
 
 def check_denoisers(family: PipelineSet) -> None:
-    """Raise InputError if a denoiser is compiled in a way that ranks don't compute."""
+    """Raise InputError if ranks can't compute a denoiser."""
     for name, denoiser in pipeline_state_of(family.main.pipe).denoisers.items():
-        if type(denoiser) is not CompiledDenoiser:
-            raise InputError(
-                f"ranks: {name} has exported graphs, which run in one process; serve the model "
-                "that they were exported from, or leave ranks out"
-            )
-        if denoiser.settings.inductor:
-            raise InputError(
-                f"ranks: {name} is compiled by Inductor, and ranks run operator by operator; leave "
-                "one of the two out"
-            )
+        if (why := why_unsupported(denoiser)) is not None:
+            raise InputError(f"ranks: {name} {why}")
