@@ -42,7 +42,7 @@ from bench import harness
 from bench.ranks.shapes import sd3, sdxl
 from bench.report import columns, milliseconds, times
 from bench.shapes import Inputs, Shape, Size
-from maskfx.pipelines.runs.execute import run_by_module
+from maskfx.pipelines.runs.dense_members import run_by_module
 from maskfx.pipelines.runs.step_members import CallMember
 from maskfx.runtime.dense_ways import TRIES
 from maskfx.runtime.steps import DenseStep

@@ -38,6 +38,7 @@ from maskfx.serve.models.model import Lost, Made, Tell
 from maskfx.serve.models.model_counters import (
     adapter_counts,
     load_facts,
+    mixed_counts,
     recording_counts,
     round_counts,
     weigh_levels,
@@ -265,7 +266,7 @@ class PipelineModel:
         if self._warm and self.engine.rounds is not None:
             found |= round_counts(self.engine)
         if self._warm:
-            found |= recording_counts(self.engine)
+            found |= recording_counts(self.engine) | mixed_counts(self.family)
         return found | self._stored()
 
     def _patches(self) -> dict[str, int]:
