@@ -17,9 +17,10 @@ class Settings:
         mode: "mask_cache" records and edits. "patch_batch" records no templates: edits compute the
             whole picture. It batches the dense calls of several requests, of any sizes: in rows, as
             one ragged batch, or by one call of the module per size, whichever measures faster for
-            their number, sizes and sites. Patches that hardly change are kept from step to step
-            where the quality asks for it (`Quality.patches`). "dense" leaves the module as it is;
-            requests of one size share its calls.
+            their number, sizes and sites; so does "mask_cache" on a CPU, for requests of several
+            sizes, after a recording or an edit. Patches that hardly change are kept from step to
+            step where the quality asks for it (`Quality.patches`). "dense" leaves the module as it
+            is; requests of one size share its calls.
         inductor: compile the rewritten graph with Inductor, with symbolic row counts.
         cuda_graphs: replay one CUDA graph of a batch's whole step if its layout comes again, which
             None does too. With True, new layouts run in parts between attentions, whose graphs are

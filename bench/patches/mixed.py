@@ -10,6 +10,7 @@ A batch of dense requests of one denoiser, each of one of three sizes in turn. S
   of a smaller picture isn't that picture's; it stands for its time alone.
 - one by one: one call of the module for each request.
 - patch_batch: what `mode="patch_batch"` runs, after it has measured its ways.
+- mask_cache: the same with templates, as in an engine, by a denoiser that has recorded a call.
 
 Products of matrices are the part that a joint batch can make faster without computing less: each
 weight is read once for all requests. `products` times those of all linear layers alone, with the
@@ -18,9 +19,9 @@ than one size at a time a step would be that differed in nothing else.
 
 Asked for: 1.3 times the better of one size at a time and padding where launches count (many small
 requests), and never below it. CPU time, because machines are shared; sides take turns. Results of
-rows and of patch_batch are compared with the module's. `sd3, real width` has latents of pictures
-of 512, 768 and 1024 pixels, and one block; `smaller` of half as many pixels along a side. Writes
-results/patches-mixed.json, or another name.
+rows, patch_batch and mask_cache are compared with the module's. `sd3, real width` has latents of
+pictures of 512, 768 and 1024 pixels, and one block; `smaller` of half as many pixels along a side.
+Writes results/patches-mixed.json, or another name.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ from bench import harness
 from bench.ranks.shapes import sd3, sdxl
 from bench.report import columns, milliseconds, times
 from bench.shapes import Inputs, Shape, Size
-from maskfx.pipelines.runs.execute import run_by_module
+from maskfx.pipelines.runs.dense_members import run_by_module
 from maskfx.pipelines.runs.step_members import CallMember
+from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.dense_ways import TRIES
 from maskfx.runtime.steps import DenseStep
 
 ROWS, SIZES, PADDED, SINGLE = "rows", "one size at a time", "padding", "one by one"
-CHOSEN = "patch_batch"
+CHOSEN, KEPT = "patch_batch", "mask_cache"
 ASKED = 1.3
 
 
@@ -121,7 +123,8 @@ def padded(call: Inputs, side: int) -> Inputs:
 
 def sides_of(module: torch.nn.Module, calls: Sequence[Inputs]) -> dict[str, Callable[[int], Any]]:
     """Return what each side runs; its results are by request, except for padding."""
-    denoiser = maskfx.compile(module, mode="patch_batch")
+    denoiser, recorded = (maskfx.compile(module, mode=mode) for mode in (CHOSEN, KEPT))
+    recorded.record(**calls[0])
     numbers: dict[int, list[int]] = {}
     for number, call in enumerate(calls):
         numbers.setdefault(call[picture_name(call)].shape[-1], []).append(number)
@@ -134,11 +137,11 @@ def sides_of(module: torch.nn.Module, calls: Sequence[Inputs]) -> dict[str, Call
             found |= dict(zip(own, output.split(1), strict=True))
         return [(found[number],) for number in range(len(calls))]
 
-    def chosen(_: int) -> list[Any]:
+    def chosen(by: CompiledDenoiser) -> list[Any]:
         runs: list[Any] = [SimpleNamespace(run=object()) for _ in calls]
         none: Any = SimpleNamespace()
         members = [CallMember(run, none, DenseStep(c)) for run, c in zip(runs, calls, strict=True)]
-        left = run_by_module(denoiser, members)
+        left = run_by_module(by, members)
         assert not left, "a step in rows failed"
         return [member.result for member in members]
 
@@ -147,7 +150,8 @@ def sides_of(module: torch.nn.Module, calls: Sequence[Inputs]) -> dict[str, Call
         SIZES: by_size,
         PADDED: lambda _: denoiser.module(**joined([padded(call, largest) for call in calls])),
         SINGLE: lambda _: [denoiser.module(**call) for call in calls],
-        CHOSEN: chosen,
+        CHOSEN: lambda _: chosen(denoiser),
+        KEPT: lambda _: chosen(recorded),
     }
 
 
@@ -181,15 +185,16 @@ def measured(case: Case, rounds: int) -> dict[str, Any]:
     sides = sides_of(module, calls)
     wanted = sides[SINGLE](0)
     errors = {}
-    for name in (ROWS, SIZES, CHOSEN):
+    for name in (ROWS, SIZES, CHOSEN, KEPT):
         pairs = zip(sides[name](0), wanted, strict=True)
         errors[name] = max(float((a[0] - b[0]).norm() / b[0].norm()) for a, b in pairs)
     for number in range(2 * TRIES):  # the ways are measured
         sides[CHOSEN](number)
+        sides[KEPT](number)
     sides[PADDED](0)
     spent = harness.alternate(sides, rounds, time.process_time)
     better = [min(pair) for pair in zip(spent[SIZES], spent[PADDED], strict=True)]
-    gain = {name: harness.ratio(better, spent[name]) for name in (ROWS, CHOSEN)}
+    gain = {name: harness.ratio(better, spent[name]) for name in (ROWS, CHOSEN, KEPT)}
     products = harness.alternate(products_of(module, sides[SIZES]), rounds, time.process_time)
     whole, *parts = (min(each) for each in (spent[SIZES], products[SIZES], products[ROWS]))
     saved = max(0.0, parts[0] - parts[1])

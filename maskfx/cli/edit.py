@@ -21,7 +21,7 @@ from maskfx.ir import progress
 from maskfx.serve.request import Mask, Pixels
 
 if TYPE_CHECKING:
-    from maskfx.serve.config import Effective
+    from maskfx.serve.sources import Effective
 
 MODES = ("alpha", "luminance")
 SHOWN = 3  # previews requested from a server, to show progress

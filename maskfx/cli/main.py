@@ -148,7 +148,7 @@ def serve(
     named["ray.address"] = address
     effective = settled(named, more, config)
     if print_config:
-        from maskfx.serve.config import shown
+        from maskfx.serve.sources import shown
 
         print(shown(effective))
         return 0
@@ -157,7 +157,7 @@ def serve(
 
 
 def served_options() -> set[str]:
-    from maskfx.serve.config import known_keys
+    from maskfx.serve.sources import known_keys
 
     return set(known_keys())
 

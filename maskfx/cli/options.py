@@ -11,7 +11,7 @@ import typer
 from maskfx.errors import InputError
 
 if TYPE_CHECKING:
-    from maskfx.serve.config import Effective
+    from maskfx.serve.sources import Effective
 
 Directory = Annotated[str, typer.Argument(metavar="DIR", show_default=False)]
 Model = Annotated[
@@ -49,7 +49,7 @@ DataType = Annotated[str | None, given("float32, bfloat16 or float16.")]
 
 def settled(named: Mapping[str, object], more: list[str] | None, config: Path | None) -> Effective:
     """Return the effective settings: the command line's, and all other sources."""
-    from maskfx.serve.config import configure
+    from maskfx.serve.sources import configure
 
     options = dict(named)
     for each in more or ():

@@ -4,7 +4,8 @@ The ranks hold the denoiser over weights in shared memory, recordings and adapte
 that steps replace where this process writes them. A step may run on any of them, in any number, and
 steps on disjoint sets of ranks run at the same time. If a rank dies or doesn't answer, the step
 runs again on the others; if none is left or a step can't be split, it runs in this process. CPU
-only: no rank has a device of its own, so denoisers on other devices are refused.
+only: no rank has a device of its own, so denoisers on other devices are refused; so are those that
+Inductor compiles, because ranks run operator by operator.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from maskfx.distributed.ranks_in_place import NotWritten, RanksInPlace
 from maskfx.distributed.requests import part_requests
 from maskfx.distributed.restarts import Restarts
 from maskfx.distributed.step_runs import ATTEMPTS, StepRuns
+from maskfx.distributed.unsupported import why_unsupported
 from maskfx.errors import InputError
 from maskfx.ir.head_sources import AttentionWays
 from maskfx.ir.program import Program
@@ -84,12 +86,8 @@ class RankGroup:
     ) -> None:
         if type(ranks) is not int or ranks < 1:
             raise InputError(f"RankGroup: ranks={ranks!r}: give 1 process or more")
-        devices = {weight.device for weight in denoiser.module.parameters()}
-        if other := sorted(str(device) for device in devices if device.type not in ("cpu", "meta")):
-            raise InputError(
-                f"RankGroup: {type(denoiser.module).__name__} is on {', '.join(other)}, and ranks "
-                "compute on the CPU: move it there, or leave ranks out"
-            )
+        if (why := why_unsupported(denoiser)) is not None:
+            raise InputError(f"RankGroup: {type(denoiser.module).__name__} {why}")
         self.denoiser, self.given_costs = denoiser, costs
         denoiser.reads_apart = True
         waits, restarts = waits or Waits(), restarts or Restarts()

@@ -208,7 +208,7 @@ class StepRuns:
                 return Predicted([0.0] * len(members), (), {WHOLE: RunPlan(every)})
             ((program, _, own),) = groups
             costs = [divider.work.of(program, member).total for member in own]
-            modules = [n for n, step in enumerate(members) if self._by_module(step)]
+            modules = [n for n, step in enumerate(members) if isinstance(step, DenseStep)]
             flop = divider.work.flop(self._owner.costs.flop)
             ways: dict[int, RunPlan] = {}
             for dealing in dealings(costs, modules, ranks):
@@ -227,9 +227,6 @@ class StepRuns:
         kind = ("members", program.code, len(members), len(modules), ranks)
         return Predicted(costs, kind, ways)
 
-    def _by_module(self, step: AnyStep) -> bool:
-        return isinstance(step, DenseStep) and not self._owner.denoiser.settings.inductor
-
     # Whole members.
 
     def _on_ranks(
@@ -244,7 +241,7 @@ class StepRuns:
         """
         owner = self._owner
         # captured once, here, for all ranks
-        owner.denoiser.compile_for([step for step in steps if not self._by_module(step)])
+        owner.denoiser.compile_for([step for step in steps if not isinstance(step, DenseStep)])
         for _ in range(ATTEMPTS):
             try:
                 with owner.pool.lease(ranks) as lease:

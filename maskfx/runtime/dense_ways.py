@@ -5,6 +5,7 @@ Numbers only: no tensors, no clock.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -68,9 +69,10 @@ class DenseWays:
     """Chooses the way of dense members, per number of members, of distinct sizes and of sites.
 
     Each way is measured `TRIES` times, then the faster one is used; every `AGAIN` steps the other
-    is measured once more. Both compute the same, to rounding.
+    is measured once more. Both compute the same, to rounding. `steps` counts those of each way.
     """
 
+    steps: Counter[DenseWay] = field(default_factory=Counter)
     _ways: dict[DenseBatch, dict[DenseWay, MeasuredWay]] = field(default_factory=dict)
     _steps: dict[DenseBatch, int] = field(default_factory=dict)
 
@@ -86,6 +88,7 @@ class DenseWays:
 
     def add(self, batch: DenseBatch, way: DenseWay, seconds: float, sites: int) -> None:
         """Add a measured step of a number of sites; its seconds are infinite if it failed."""
+        self.steps[way] += isfinite(seconds)
         self._of(batch)[way].add(seconds / max(1, sites))
 
     def _of(self, batch: DenseBatch) -> dict[DenseWay, MeasuredWay]:

@@ -25,9 +25,9 @@ from maskfx.runtime.dense_ways import DenseWays
 from maskfx.runtime.in_place import InPlace
 
 RATIOS = (0.1, 0.2)
+MEASURED = "Dense requests share steps in rows, or by one call of the module per size, as measured"
 PATCH_BATCH = (
-    "Dense requests share steps in rows, or by one call of the module per size, as measured; "
-    "no template is recorded. Requests with Quality(patches=) keep rows of their own."
+    f"{MEASURED}; no template is recorded. Requests with Quality(patches=) keep rows of their own."
 )
 
 
@@ -72,8 +72,11 @@ def explain(denoiser: Explained, mask_ratio: float = 0.1) -> str:
     for index, compilation in enumerate(denoiser.compilations):
         lines += ["", f"Capture {index + 1} of {count}: {sizes_line(compilation)}"]
         lines += [f"  {line}".rstrip() for line in describe(compilation, mask_ratio)]
+    ways = [f"  {line}" for line in denoiser.dense_ways.lines()]
     if denoiser.settings.mode == "patch_batch":
-        lines += ["", PATCH_BATCH, *(f"  {line}" for line in denoiser.dense_ways.lines())]
+        lines += ["", PATCH_BATCH, *ways]
+    elif ways:
+        lines += ["", f"{MEASURED}, if their sizes differ:", *ways]
     lines += ["", f"Cached rows are loaded {denoiser.loads}."]
     lines += ["", f"Steps whose masks come again {denoiser.replays}."]
     if in_place := denoiser.in_place.describe():

@@ -23,9 +23,9 @@ import structlog
 from maskfx.errors import InputError
 from maskfx.runtime.cache.stores.bounded_calls import open_remote
 from maskfx.serve.config import ServeSettings, is_loopback
+from maskfx.serve.conflicts import conflict
 from maskfx.serve.logs import configure_logs
 from maskfx.serve.model_folder import found
-from maskfx.serve.rank_settings import unsupported
 from maskfx.serve.workers.executor import LOCAL, Executor
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def serve(settings: ServeSettings) -> int:
     configure_logs(settings.log_level)
     try:
         check_key(settings)
-        check_ranks(settings)
+        check_conflicts(settings)
         check_cache(settings)
         check_model(settings)
         listener = listen(settings)
@@ -82,9 +82,9 @@ def check_key(settings: ServeSettings) -> None:
         )
 
 
-def check_ranks(settings: ServeSettings) -> None:
-    """Refuse settings that ranks don't support, rather than ignore them."""
-    if (why := unsupported(settings)) is not None:
+def check_conflicts(settings: ServeSettings) -> None:
+    """Refuse settings that exclude each other, rather than ignore one of them."""
+    if (why := conflict(settings)) is not None:
         raise LaunchRefusal(why)
 
 

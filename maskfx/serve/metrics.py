@@ -57,6 +57,9 @@ class Metrics:
         self.steps_total = self._counter(
             "steps_total", "Steps, by the number of ranks that computed them.", "degree"
         )
+        self.mixed_steps_total = self._counter(
+            "mixed_steps_total", "Steps of whole pictures of several sizes, by how they ran.", "way"
+        )
         self.rounds_total = self._counter(
             "rounds_total", "Decisions about which requests step on which ranks."
         )
@@ -279,6 +282,7 @@ WITHOUT = {"loads": "disk", "lost": "disk", "failures": "disk"}
 ADAPTERS = "adapters"  # what counters of LoRAs begin with
 NETS = "nets"  # what counters of nets begin with
 ROUNDS = "rounds"  # what counters of rounds begin with
+MIXED = "mixed"  # what counters of steps of whole pictures of several sizes begin with
 RECORDINGS = "recordings"  # what counters of idle recordings begin with
 SHARED = "disk"  # all workers report the same bytes of this tier
 
@@ -292,6 +296,7 @@ class CacheCounts:
         self._counters = metrics.cache_counters()
         self._adapter_bytes = metrics.adapter_usage_bytes
         self._adapter_counters = metrics.adapter_counters()
+        self._mixed = metrics.mixed_steps_total
         self._patches = metrics.patch_sites_total
         self._stretches = metrics.patch_stretch_sites_total
         self._net_counters = metrics.net_counters()
@@ -318,6 +323,8 @@ class CacheCounts:
                 self._round_counters[tier].inc(more)
             if what == RECORDINGS and tier in self._recording_counters and more > 0:
                 self._recording_counters[tier].inc(more)
+            if what == MIXED and more > 0:
+                self._mixed.labels(way=tier).inc(more)
             if what == "patches" and more > 0:
                 self._patches.labels(state=tier).inc(more)
             if what == "stretches" and more > 0:

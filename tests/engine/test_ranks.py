@@ -60,6 +60,15 @@ def test_an_engine_refuses_other_numbers_of_ranks(ranks: Any) -> None:
         maskfx.Engine(ranks=ranks)
 
 
+def test_a_request_whose_denoiser_ranks_cant_compute_ends_with_the_reason() -> None:
+    pipe = maskfx.compile(PIPES[NAME].build(), inductor=True)
+    with maskfx.Engine(ranks=2) as engine:
+        ticket = engine.submit(pipe, **arguments(1))
+        with pytest.raises(InputError, match="Transformer2DModel is compiled by Inductor.*ranks"):
+            ticket.result()
+        assert not engine.runner.rank_groups()
+
+
 def late_arguments(name: str, seed: int, steps: int = 4) -> dict[str, Any]:
     given = call_of(PIPES[name], seed, square())
     quality = replace(maskfx.Quality.of("all-steps"), parallel="late")

@@ -12,8 +12,8 @@ import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.runs import execute
-from maskfx.pipelines.runs.execute import run_by_module
+from maskfx.pipelines.runs import dense_members
+from maskfx.pipelines.runs.dense_members import run_by_module
 from maskfx.pipelines.runs.step_members import CallMember
 from maskfx.runtime.dense_ways import TRIES, DenseBatch, DenseWay, DenseWays
 from maskfx.runtime.reuse.patches import PatchReuse
@@ -90,7 +90,7 @@ def test_other_modes_run_the_module_alone(module: Any, monkeypatch: pytest.Monke
     def refused(*_: object) -> Any:
         raise AssertionError("nothing is measured")
 
-    monkeypatch.setattr(execute, "run_measured", refused)
+    monkeypatch.setattr(dense_members, "run_measured", refused)
     for mode in ("dense", "mask_cache"):
         denoiser = maskfx.compile(module, mode=mode)
         own = members()

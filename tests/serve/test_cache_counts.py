@@ -114,3 +114,16 @@ def test_recordings_of_a_lost_worker_are_dropped() -> None:
     assert now() == [1, 1, 5]
     counts.heard("a.2", {"recordings.finished": 1})
     assert now() == [1, 2, 5]
+
+
+def test_steps_of_several_sizes_are_counted_by_how_they_ran() -> None:
+    metrics = Metrics()
+    counts = CacheCounts(metrics)
+    counts.heard("a", {"mixed.rows": 2, "mixed.module": 5})
+    counts.heard("a", {"mixed.rows": 3, "mixed.module": 5})
+    counts.heard("b", {"mixed.rows": 4})
+    found = {
+        way: metrics.registry.get_sample_value("maskfx_mixed_steps_total", {"way": way})
+        for way in ("rows", "module")
+    }
+    assert found == {"rows": 7, "module": 5}

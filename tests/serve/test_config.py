@@ -11,9 +11,9 @@ import pytest
 
 from maskfx import ops
 from maskfx.errors import InputError
-from maskfx.serve.config import (
+from maskfx.serve.config import ServeSettings
+from maskfx.serve.sources import (
     OPERATORS,
-    ServeSettings,
     configure,
     from_environment,
     known_keys,

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from prometheus_client import Counter, Histogram
 
-from maskfx.serve.config import ServeSettings, flat_values, known_keys, written
+from maskfx.serve.config import ServeSettings
 from maskfx.serve.errors import CODES
 from maskfx.serve.metrics import PREFIX, Metrics
+from maskfx.serve.sources import flat_values, known_keys, written
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana.json"

@@ -17,7 +17,8 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from maskfx.cli import main as cli
-from maskfx.serve.config import ServeSettings, configure
+from maskfx.serve.config import ServeSettings
+from maskfx.serve.sources import configure
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "deploy" / "kuberay.yaml"

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx import ops
@@ -116,6 +116,18 @@ def packs(weight: Tensor) -> bool:
         and weight.dim() == 2
         and weight.numel() >= WORTH
         and torch.backends.mkldnn.is_available()
+    )
+
+
+def packed_bytes(module: nn.Module) -> int:
+    """Return the bytes that the packed weights of a module take, at most.
+
+    Weights of convolutions are matrices where graphs multiply with them.
+    """
+    return sum(
+        weight.nbytes
+        for weight in module.parameters()
+        if weight.dim() > 1 and packs(weight.detach().flatten(1))
     )
 
 

@@ -263,6 +263,7 @@ class Templates:
             words.append(f"between={'kept' if self.between else 'dropped'}")
         words += [] if self.steps is None else [f"steps={self.steps}"]
         words += [] if self.keeping is None else [self.keeping.name]
+        words += [] if self.tiers.encoding == LOSSLESS else [repr(self.tiers.encoding)]
         if self.masks is not None:
             told = b"".join(m.numpy().tobytes() for m in (self.masks.ever, self.masks.always))
             words.append(f"masks={xxhash.xxh3_128_hexdigest(told)}")

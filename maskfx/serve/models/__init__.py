@@ -1,5 +1,5 @@
 """Models that a worker runs: a compiled pipeline behind an engine, or a fake one. Imports torch.
 
-May import: serve/*.py, scheduling, maskfx, engine, export, shipped, pipelines, runtime, ops,
-ir, errors. Begin with `model.py`.
+May import: serve/*.py, scheduling, maskfx, engine, export, shipped, pipelines, distributed,
+runtime, ops, ir, errors. Begin with `model.py`.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import structlog
 
@@ -37,6 +38,17 @@ def denoisers_of(family: PipelineSet) -> list[CompiledDenoiser]:
     members = [m for m in (family.editor, family.generator) if m is not None]
     found = (d for m in members for d in pipeline_state_of(m.pipe).denoisers.values())
     return list({id(denoiser): denoiser for denoiser in found}.values())
+
+
+def mixed_counts(family: PipelineSet) -> dict[str, int]:
+    """Return the steps of whole pictures of several sizes, by how they ran; none before the first.
+
+    Ways are "rows", as one batch without padding, and "module", by a call of it for each size.
+    """
+    found = Counter[str]()
+    for denoiser in denoisers_of(family):
+        found.update(denoiser.dense_ways.steps)
+    return {f"mixed.{way}": count for way, count in found.items()}
 
 
 def round_counts(engine: Engine) -> dict[str, int]:

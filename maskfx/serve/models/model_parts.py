@@ -12,12 +12,16 @@ from pathlib import Path
 
 import torch
 
+from maskfx.distributed.unsupported import why_unsupported
 from maskfx.engine.services import OwnProcesses
 from maskfx.errors import InputError
 from maskfx.ops.cache_folder import kept_folder
 from maskfx.pipelines.adapters.lora_files import LoraTarget
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.handlers.autoencoder import find_methods
+from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
+from maskfx.runtime.backends.eager import packed_bytes
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.movers import DeviceMover, HostMover
 from maskfx.runtime.cache.stores.entry_store import EntryStore
@@ -25,11 +29,13 @@ from maskfx.runtime.cache.stores.remote_store import RemoteStore
 from maskfx.runtime.cache.stores.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.explain import amount
 from maskfx.runtime.hardware.devices import CPU, free_memory
 from maskfx.runtime.lora.registry import Adapters
 from maskfx.runtime.reuse.patches import PatchReuse
+from maskfx.runtime.templates.footprint import ENCODINGS
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.models.pipeline_set import PipelineSet
+from maskfx.serve.models.pipeline_set import PipelineSet, denoisers_of
 
 PROGRAMS = "programs"  # folder of compiled programs
 HOST_BYTES = 4 << 30  # of templates, where the free memory isn't known
@@ -57,18 +63,42 @@ def quality_of(settings: ServeSettings) -> Quality:
     return replace(quality, patches=PatchReuse(threshold, judge=judge, order=order))
 
 
-def tiers_of(settings: ServeSettings) -> Tiers:
+def packed_bytes_of(settings: ServeSettings, pipe: Pipeline) -> int:
+    """Return the memory that packed weights take in a worker; 0 without `prepack`.
+
+    Each rank packs them for itself. InputError if they have no room.
+    """
+    if not settings.prepack:
+        return 0
+    coders = [method.autoencoder for method in find_methods(pipe.components).values()]
+    modules = {id(each): each for each in (*denoisers_of(pipe), *coders)}
+    needed = settings.ranks * sum(map(packed_bytes, modules.values()))
+    free = free_memory(CPU) / settings.workers
+    if needed > free:
+        raise InputError(
+            f"prepack: packed weights take {amount(needed)}B beside the others, and each worker "
+            f"has {amount(free)}B of free memory; leave prepack out, or start fewer workers"
+        )
+    return needed
+
+
+def tiers_of(settings: ServeSettings, packed: int = 0) -> Tiers:
     """Create the cache tiers: device (if it has a budget), host, disk (if `cache_dir` is set).
 
     An object store takes the place of the disk. Host memory is pinned for CUDA devices.
+
+    Args:
+        settings: Settings of the server.
+        packed: Bytes of free memory that packed weights will take.
     """
     store = store_of(settings.cache_dir)
     device = torch.device(settings.device)
     return Tiers(
         store,
-        host_bytes=host_bytes_of(settings),
+        host_bytes=host_bytes_of(settings, packed),
         device_bytes=device_bytes_of(settings, device),
         disk_bytes=None if store is None else settings.cache_disk_bytes,
+        encoding=ENCODINGS[settings.encoding],
         mover=HostMover() if device.type == "cpu" else DeviceMover(device),
     )
 
@@ -80,12 +110,15 @@ def store_of(place: Path | str | None) -> EntryStore | None:
     return Store(place) if isinstance(place, Path) else RemoteStore(place)
 
 
-def host_bytes_of(settings: ServeSettings) -> int:
-    """Return the memory of a worker's templates: a share of what is free, if none is set."""
+def host_bytes_of(settings: ServeSettings, packed: int = 0) -> int:
+    """Return the memory of a worker's templates: a share of what is free, if none is set.
+
+    `packed` bytes of it are for packed weights.
+    """
     if settings.cache_host_bytes is not None:
         return settings.cache_host_bytes
-    free = free_memory(CPU)
-    return HOST_BYTES if free == inf else max(1, int(free * HOST_SHARE / settings.workers))
+    free = free_memory(CPU) / settings.workers - packed
+    return HOST_BYTES if free == inf else max(1, int(free * HOST_SHARE))
 
 
 def device_bytes_of(settings: ServeSettings, device: torch.device) -> int:
@@ -159,16 +192,14 @@ def own_processes_of(settings: ServeSettings, family: PipelineSet) -> OwnProcess
     return found
 
 
-def check_denoisers(family: PipelineSet) -> None:
-    """Raise InputError if a denoiser is compiled in a way that ranks don't compute."""
+def check_denoisers(settings: ServeSettings, family: PipelineSet) -> None:
+    """Raise InputError if ranks, or settings of the compiler, don't suit a denoiser."""
+    chosen = [name for name in ("prepack", "inductor") if getattr(settings, name)]
     for name, denoiser in pipeline_state_of(family.main.pipe).denoisers.items():
-        if type(denoiser) is not CompiledDenoiser:
+        if settings.ranks > 1 and (why := why_unsupported(denoiser)) is not None:
+            raise InputError(f"ranks: {name} {why}")
+        if chosen and type(denoiser) is not CompiledDenoiser:
             raise InputError(
-                f"ranks: {name} has exported graphs, which run in one process; serve the model "
-                "that they were exported from, or leave ranks out"
-            )
-        if denoiser.settings.inductor:
-            raise InputError(
-                f"ranks: {name} is compiled by Inductor, and ranks run operator by operator; leave "
-                "one of the two out"
+                f"{' and '.join(chosen)}: {name} has exported graphs, which run as they are; serve "
+                "the model that they were exported from, or leave the setting out"
             )

@@ -27,6 +27,7 @@ from maskfx.runtime.lora.files import SUFFIX
 from maskfx.scheduling.elastic import ElasticRounds
 from maskfx.scheduling.step_reports import StepMember, Stepped
 from maskfx.serve.config import ServeSettings
+from maskfx.serve.conflicts import conflict
 from maskfx.serve.messages import Failed, Job, Ready
 from maskfx.serve.models.generated_images import edits_by_generator
 from maskfx.serve.models.helper_choice import helper_pays, run_edits
@@ -37,6 +38,7 @@ from maskfx.serve.models.model import Lost, Made, Tell
 from maskfx.serve.models.model_counters import (
     adapter_counts,
     load_facts,
+    mixed_counts,
     recording_counts,
     round_counts,
     weigh_levels,
@@ -46,6 +48,7 @@ from maskfx.serve.models.model_parts import (
     check_denoisers,
     loader_of,
     own_processes_of,
+    packed_bytes_of,
     plans_of,
     programs_of,
     quality_of,
@@ -55,7 +58,6 @@ from maskfx.serve.models.model_source import load_pipeline, told_by
 from maskfx.serve.models.pipeline_set import PipelineSet, compiling
 from maskfx.serve.models.template_index import Recordings
 from maskfx.serve.models.warmup import warm_up
-from maskfx.serve.rank_settings import unsupported
 from maskfx.serve.request import Pictures, Request, RequestKind
 
 log = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ class PipelineModel:
             `tell`: Callback for the events of all jobs; called from any thread.
             pipe: An already loaded pipeline, used instead of the one that the settings name.
         """
-        if (why := unsupported(settings)) is not None:
+        if (why := conflict(settings)) is not None:
             raise InputError(why)
         self.settings, self.tell = settings, tell
         self._sittings: dict[str, JobState] = {}
@@ -89,15 +91,22 @@ class PipelineModel:
             )
             if settings.ip_adapters:
                 load_ip_adapters(pipe, settings.ip_adapters, settings.image_encoder)
-        self.tiers = tiers_of(settings)
+        self.tiers = tiers_of(settings, packed_bytes_of(settings, pipe))
         self.recordings = Recordings(self.tiers, settings.cache_dir)
         self.loader = loader_of(settings)
         programs = programs_of(settings)
-        plans = plans_of(settings)
-        self._compiled = compiling(quality_of(settings), self.tiers, self.loader, programs, plans)
+        self._compiled = compiling(
+            quality_of(settings),
+            self.tiers,
+            self.loader,
+            programs,
+            plans_of(settings),
+            prepack=settings.prepack,
+            inductor=settings.inductor,
+            keep=settings.keep,
+        )
         family = PipelineSet.of(pipe, self._compiled, told, names_of(settings.ip_adapters))
-        if settings.ranks > 1:
-            check_denoisers(family)
+        check_denoisers(settings, family)
         self.adapters = adapters_of(settings, family)
         self.own_process = own_processes_of(settings, family)
         self._warm = False
@@ -257,7 +266,7 @@ class PipelineModel:
         if self._warm and self.engine.rounds is not None:
             found |= round_counts(self.engine)
         if self._warm:
-            found |= recording_counts(self.engine)
+            found |= recording_counts(self.engine) | mixed_counts(self.family)
         return found | self._stored()
 
     def _patches(self) -> dict[str, int]:

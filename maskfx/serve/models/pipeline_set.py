@@ -177,13 +177,20 @@ def compiling(
     loader: Loader | None = None,
     programs: Path | None = None,
     plans: bool | None = None,
+    **more: Any,
 ) -> Compile:
     """Return the function that compiles this server's pipelines; all share one loader.
 
-    Compiled programs are kept in the directory `programs`, if there is one, for the next start.
+    Args:
+        quality: Of edits and whole pictures.
+        tiers: Where templates are kept.
+        loader: Loads their rows.
+        programs: A directory in which compiled programs are kept for the next start.
+        plans: Whether loads are planned.
+        more: Further arguments of `maskfx.compile`.
     """
     return lambda pipe: maskfx.compile(
-        pipe, quality=quality, tiers=tiers, loader=loader, programs=programs, plans=plans
+        pipe, quality=quality, tiers=tiers, loader=loader, programs=programs, plans=plans, **more
     )
 
 

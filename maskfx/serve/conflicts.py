@@ -1,0 +1,68 @@
+"""Which settings of the server exclude each other, or have no effect together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from maskfx.serve.config import ServeSettings
+
+
+def conflict(settings: ServeSettings) -> str | None:
+    """Return which settings can't be used together, why, and what to do; None if all can."""
+    return next(conflicts(settings), None)
+
+
+def conflicts(settings: ServeSettings) -> Iterator[str]:
+    """Yield one line per conflict."""
+    device, dtype = f"device={settings.device}", f"dtype={settings.dtype}"
+    if settings.ranks > 1:
+        loads = "ranks read rows without a loader"
+        yield from refusals(
+            f"ranks={settings.ranks}",
+            {
+                "model=fake": settings.fake and "the test model has no steps to share",
+                device: not on_cpu(settings) and "ranks compute on the CPU",
+                "overlap=on": settings.overlap == "on" and loads,
+                "plans=on": settings.plans == "on" and loads,
+                "link_bandwidth": settings.link_bandwidth is not None and loads,
+                "inductor=true": settings.inductor and "ranks run operator by operator",
+            },
+        )
+    if settings.prepack:
+        yield from refusals(
+            "prepack=true",
+            {
+                "model=fake": settings.fake and "the test model has no weights",
+                device: not on_cpu(settings) and "weights are packed for CPUs only",
+                dtype: settings.dtype == "float16" and "only float32 and bfloat16 can be packed",
+            },
+        )
+    if settings.inductor and settings.fake:
+        yield from refusals("inductor=true", {"model=fake": "the test model has no graphs"})
+    if settings.keep != "both" and not plans_loads(settings):
+        yield (
+            f"keep={settings.keep}: rows are not loaded by plans, so templates keep keys and "
+            "values; set plans=on or a cache_dir, or leave keep out"
+        )
+
+
+def refusals(one: str, others: dict[str, str | bool]) -> Iterator[str]:
+    """Yield the conflicts of one setting: with which others, each with the reason or False."""
+    for other, why in others.items():
+        if why:
+            yield f"{one} with {other}: {why}; leave one of the two out"
+
+
+def on_cpu(settings: ServeSettings) -> bool:
+    return settings.device == "cpu"
+
+
+def plans_loads(settings: ServeSettings) -> bool:
+    """Return True if loads are planned, which `plans=auto` does where there is a link or a store.
+
+    Ranks read rows without plans.
+    """
+    if settings.plans != "auto":
+        return settings.plans == "on"
+    there = not on_cpu(settings) or settings.cache_dir is not None
+    return there and settings.overlap != "off" and settings.ranks == 1
