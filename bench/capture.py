@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python -m bench.capture
 
 Before a module is exported, it runs once, so that Python's branches on tensors are known. A light
-run (maskfx/compiler/capture/light_run.py) takes the place of a full one where Python asks nothing.
-Each time holds the export, the passes, the comparison with the module, and the recording of one
-call: CPU seconds, because machines are shared. The modules have random weights. Writes
+run (maskfx/compiler/capture/tracing/light_run.py) takes the place of a full one where Python asks
+nothing. Each time holds the export, the passes, the comparison with the module, and the recording
+of one call: CPU seconds, because machines are shared. The modules have random weights. Writes
 bench/results/capture.json.
 """
 
@@ -25,7 +25,7 @@ from diffusers import AutoencoderKL
 import maskfx
 from bench import harness, shapes
 from bench.report import columns, times
-from maskfx.compiler.capture import branches
+from maskfx.compiler.capture.tracing import branches
 from maskfx.pipelines.handlers.autoencoder import INPUT, AutoencoderMethod
 from maskfx.runtime.programs.shared_programs import shared_programs
 

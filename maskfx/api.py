@@ -49,7 +49,7 @@ def compile(
         example_inputs: arguments to capture a denoiser with; by default it is captured at its
             first call.
         roles: overrides the inferred batch, image and text dimensions of a denoiser's arguments
-            (see `maskfx.compiler.capture.roles`).
+            (see `maskfx.compiler.capture.arguments.roles`).
         programs: a directory in which compiled programs are kept. A process that starts with the
             same module, versions and settings captures nothing.
         loader: loads cached rows while the graph computes.

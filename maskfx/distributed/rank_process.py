@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from maskfx.compiler.capture.roles import Roles
+from maskfx.compiler.capture.arguments.roles import Roles
 from maskfx.config import Settings
 from maskfx.distributed.division.links import LinkCosts
 from maskfx.distributed.division.measure import measure_links

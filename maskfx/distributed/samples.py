@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from maskfx.compiler.capture import roles as roles_
-from maskfx.compiler.capture.infer_roles import infer
-from maskfx.compiler.capture.roles import Argument
+from maskfx.compiler.capture.arguments import roles as roles_
+from maskfx.compiler.capture.arguments.infer_roles import infer
+from maskfx.compiler.capture.arguments.roles import Argument
 from maskfx.errors import MaskfxError
 from maskfx.ir.listed import Join, count_listed
 from maskfx.ir.lru import LruCache

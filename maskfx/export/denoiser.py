@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiler.artifact.artifact import load
 from maskfx.compiler.artifact.graphs import weights_of
-from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.capture.arguments import roles as roles_
+from maskfx.compiler.capture.arguments.infer_roles import infer
+from maskfx.compiler.capture.arguments.roles import Roles, Sizes
 from maskfx.compiler.capture.captured import Capture, groups_of, joined
-from maskfx.compiler.capture.infer_roles import infer
-from maskfx.compiler.capture.roles import Roles, Sizes
 from maskfx.compiler.compile import Compilation
 from maskfx.config import Settings
 from maskfx.errors import InputError

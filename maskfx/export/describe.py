@@ -9,9 +9,9 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
+from maskfx.compiler.capture.arguments.grid_numbers import axis_of
+from maskfx.compiler.capture.arguments.roles import Argument, is_fixed, sizes_of
 from maskfx.compiler.capture.captured import Capture
-from maskfx.compiler.capture.grid_numbers import axis_of
-from maskfx.compiler.capture.roles import Argument, is_fixed, sizes_of
 from maskfx.compiler.compile import Compilation
 from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts

@@ -17,8 +17,8 @@ from torch.fx.experimental import _config as symbol_config
 from torch.utils import _pytree as pytree
 
 from maskfx import ops
+from maskfx.compiler.capture.arguments.roles import is_fixed
 from maskfx.compiler.capture.captured import Capture
-from maskfx.compiler.capture.roles import is_fixed
 from maskfx.compiler.compile import Compilation
 from maskfx.compiler.lower import lower
 from maskfx.compiler.real_inputs import with_real_inputs

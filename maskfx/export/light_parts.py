@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maskfx.compiler.capture.light_run import LightProducts
-from maskfx.compiler.capture.twin import Twin
+from maskfx.compiler.capture.tracing.light_run import LightProducts
+from maskfx.compiler.capture.tracing.twin import Twin
 
 
 class LightParts:

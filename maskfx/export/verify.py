@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from maskfx.compiler.capture.arguments.roles import Argument, observed_sizes
 from maskfx.compiler.capture.captured import Capture
-from maskfx.compiler.capture.roles import Argument, observed_sizes
 from maskfx.errors import CompileError, MaskfxError
 from maskfx.export.denoiser import ExportedDenoiser
 from maskfx.export.describe import hint

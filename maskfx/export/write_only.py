@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.light_run import fills_tables
-from maskfx.compiler.capture.roles import Roles
+from maskfx.compiler.capture.arguments.roles import Roles
+from maskfx.compiler.capture.tracing.light_run import fills_tables
 from maskfx.compiler.compile import Compilation
 from maskfx.config import Settings
 from maskfx.runtime.denoiser import CompiledDenoiser

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from torch import nn
 
-from maskfx.compiler.capture.roles import Roles
+from maskfx.compiler.capture.arguments.roles import Roles
 from maskfx.config import Settings
 from maskfx.runtime.cache.loader import Loader
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from maskfx.compiler.capture.roles import Roles
+from maskfx.compiler.capture.arguments.roles import Roles
 from maskfx.compiler.compile import Compilation
 from maskfx.config import Settings
 from maskfx.errors import MissingRequest

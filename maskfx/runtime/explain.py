@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from maskfx.compiler.capture.roles import Argument
+from maskfx.compiler.capture.arguments.roles import Argument
 from maskfx.compiler.compile import Compilation, flat_graph
 from maskfx.compiler.rank_twins import SplitProgram, split_program
 from maskfx.config import Settings

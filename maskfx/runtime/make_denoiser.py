@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from maskfx.compiler.capture.roles import Roles
+from maskfx.compiler.capture.arguments.roles import Roles
 from maskfx.config import Settings
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.denoiser import CompiledDenoiser

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.compiler.capture import branches
-from maskfx.compiler.capture.branches import PlainRun, full_run, plain_run
+from maskfx.compiler.capture.arguments.infer_roles import infer
+from maskfx.compiler.capture.arguments.roles import flatten, observed_sizes
 from maskfx.compiler.capture.capture import capture
-from maskfx.compiler.capture.infer_roles import infer
-from maskfx.compiler.capture.roles import flatten, observed_sizes
+from maskfx.compiler.capture.tracing import branches
+from maskfx.compiler.capture.tracing.branches import PlainRun, full_run, plain_run
 from tests.passes.tools import TOLERANCE, error, numbers
 
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import maskfx
+from maskfx.compiler.capture.arguments.infer_roles import infer
+from maskfx.compiler.capture.arguments.roles import flatten, observed_sizes
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.captured import Capture
-from maskfx.compiler.capture.infer_roles import infer
-from maskfx.compiler.capture.roles import flatten, observed_sizes
 from maskfx.errors import CaptureError, InputError
 from maskfx.ir.lanes import lane_of
 from maskfx.passes.context import get_attribute

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskfx.compiler.capture.grouped_products import GroupedProducts, of_groups
-from maskfx.compiler.capture.known_numbers import KnownNumbers, filled
+from maskfx.compiler.capture.tracing.grouped_products import GroupedProducts, of_groups
+from maskfx.compiler.capture.tracing.known_numbers import KnownNumbers, filled
 
 SIZES = (3, 0, 5, 2)
 
@@ -33,7 +33,7 @@ def test_equals_the_operator(unused: int) -> None:
 
 def test_writes_out_what_has_known_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = mock.Mock(side_effect=of_groups)
-    monkeypatch.setattr("maskfx.compiler.capture.grouped_products.of_groups", seen)
+    monkeypatch.setattr("maskfx.compiler.capture.tracing.grouped_products.of_groups", seen)
     rows, matrices = torch.randn(sum(SIZES), 8), matrices_of(SIZES)
     known = KnownNumbers()
     unknown = torch.tensor(SIZES).cumsum(0, dtype=torch.int32)

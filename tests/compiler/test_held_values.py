@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
+from maskfx.compiler.capture.arguments.value_reads import ValueReads, is_held
 from maskfx.compiler.capture.capture import capture
-from maskfx.compiler.capture.value_reads import ValueReads, is_held
 from maskfx.export.exporter import export
 from maskfx.runtime.programs.held_programs import MOST
 from maskfx.runtime.programs.shared_programs import shared_programs

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.capture.arguments import roles as roles_
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.captured import Capture
 from tests.passes.tools import numbers

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.compiler.capture import branches
-from maskfx.compiler.capture.branches import full_run, plain_run
-from maskfx.compiler.capture.infer_roles import infer
-from maskfx.compiler.capture.light_run import (
+from maskfx.compiler.capture.arguments.infer_roles import infer
+from maskfx.compiler.capture.tracing import branches
+from maskfx.compiler.capture.tracing.branches import full_run, plain_run
+from maskfx.compiler.capture.tracing.light_run import (
     LightProducts,
     NotLight,
     convolved_elements,
     tensors_in,
 )
-from maskfx.compiler.capture.twin import NoTwin, Twin
+from maskfx.compiler.capture.tracing.twin import NoTwin, Twin
 from tests.passes.tools import TOLERANCE, error, numbers
 
 

@@ -10,8 +10,8 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from maskfx.compiler.capture import norm_shapes as norms
-from maskfx.compiler.capture.norm_shapes import norm_shapes
+from maskfx.compiler.capture.tracing import norm_shapes as norms
+from maskfx.compiler.capture.tracing.norm_shapes import norm_shapes
 
 LAYOUTS = {
     "contiguous": lambda x: x,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.compiler.capture.packings import PackedTokens, Packings, TokenPlaces
+from maskfx.compiler.capture.tracing.packings import PackedTokens, Packings, TokenPlaces
 from tests.compiler.test_selections import WIDTH, error, numbers
 
 LENGTH = 7

@@ -18,8 +18,8 @@ from diffusers.models.attention_dispatch import (
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.compiler.capture.plain_attention import XFORMERS, plain_attention
-from maskfx.compiler.capture.twin import Twin
+from maskfx.compiler.capture.tracing.plain_attention import XFORMERS, plain_attention
+from maskfx.compiler.capture.tracing.twin import Twin
 from tests.factories.own_transformers import Mixing, Tokens
 from tests.factories.zoo import ZOO
 from tests.passes.tools import error

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maskfx.compiler.capture.plain_writes import plain_writes
+from maskfx.compiler.capture.tracing.plain_writes import plain_writes
 from tests.passes.tools import check_values, tokens
 
 

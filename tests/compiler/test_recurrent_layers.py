@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.compiler.capture.recurrent_layers import MOST
+from maskfx.compiler.capture.tracing.recurrent_layers import MOST
 
 
 class InTurn(nn.Module):

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskfx.compiler.capture.packings import Packings
-from maskfx.compiler.capture.routed_rows import RoutedRows
-from maskfx.compiler.capture.routings import Routings, presumed, with_experts
-from maskfx.compiler.capture.selections import Selections
-from maskfx.compiler.capture.waiting_values import value_of
+from maskfx.compiler.capture.tracing.packings import Packings
+from maskfx.compiler.capture.tracing.routed_rows import RoutedRows
+from maskfx.compiler.capture.tracing.routings import Routings, presumed, with_experts
+from maskfx.compiler.capture.tracing.selections import Selections
+from maskfx.compiler.capture.tracing.waiting_values import value_of
 from maskfx.errors import CaptureError
 from tests.factories.own_experts import SPELLINGS, Experts
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.compiler.capture.selections import Selection, Selections
+from maskfx.compiler.capture.tracing.selections import Selection, Selections
 
 WIDTH = 8
 

@@ -15,10 +15,11 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn import functional
 
-from maskfx.compiler.capture import export, size_arithmetic
+from maskfx.compiler.capture import export
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.captured import Capture
-from maskfx.compiler.capture.unread_records import without_records
+from maskfx.compiler.capture.tracing import size_arithmetic
+from maskfx.compiler.capture.tracing.unread_records import without_records
 from tests.passes.tools import numbers
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import maskfx
-from maskfx.compiler.capture.tensor_sides import roles_in
+from maskfx.compiler.capture.arguments.tensor_sides import roles_in
 from maskfx.export.exporter import export
 from maskfx.runtime.programs import program_cache
 from maskfx.runtime.programs.proof import fails

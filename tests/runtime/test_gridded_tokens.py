@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import maskfx
-from maskfx.compiler.capture.grid_numbers import grid_numbers
+from maskfx.compiler.capture.arguments.grid_numbers import grid_numbers
 from maskfx.export.denoiser import ExportedDenoiser
 from maskfx.export.exporter import export
 from maskfx.export.host.arguments import check_arguments

@@ -38,8 +38,8 @@ from maskfx.compiler.artifact.graphs import (
 from maskfx.compiler.artifact.plain import Unsavable, decoded, encoded
 from maskfx.compiler.artifact.specs import read_spec, spec_document
 from maskfx.compiler.build_program import digest, recording_twin, taps_of
-from maskfx.compiler.capture.branches import Decisions
 from maskfx.compiler.capture.captured import Capture
+from maskfx.compiler.capture.tracing.branches import Decisions
 from maskfx.compiler.compile import Compilation
 from maskfx.errors import CompileError
 from maskfx.ir.many_objects import many_objects

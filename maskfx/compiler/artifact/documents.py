@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from maskfx.compiler.capture.roles import Sizes
+from maskfx.compiler.capture.arguments.roles import Sizes
 from maskfx.ir.json_values import Json
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from maskfx.compiler.capture.roles import Argument
+from maskfx.compiler.capture.arguments.roles import Argument
 from maskfx.errors import CompileError
 from maskfx.ir import cuts, lanes, program, pyramid, sources
 from maskfx.ir.json_values import Json

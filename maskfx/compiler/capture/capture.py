@@ -19,34 +19,35 @@ from torch import Tensor, fx
 from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture import roles as roles_
-from maskfx.compiler.capture.argument_lanes import placeholder_lane, pyramid_of
-from maskfx.compiler.capture.attempt_sizes import (
+from maskfx.compiler.capture.arguments import roles as roles_
+from maskfx.compiler.capture.arguments.argument_lanes import placeholder_lane, pyramid_of
+from maskfx.compiler.capture.arguments.attempt_sizes import (
     candidates,
     has_batch,
     is_of_request,
     is_thin,
     uneven,
 )
-from maskfx.compiler.capture.branches import BranchesOnSteps, Unexportable, split_off
-from maskfx.compiler.capture.captured import Capture
-from maskfx.compiler.capture.export import drop_refills, export_as_answered, quiet, spell_views
-from maskfx.compiler.capture.exported_twin import twin_of
-from maskfx.compiler.capture.grid_numbers import axis_of
-from maskfx.compiler.capture.infer_roles import infer
-from maskfx.compiler.capture.number_inputs import as_inputs, read_by
-from maskfx.compiler.capture.obstacles import obstacle
-from maskfx.compiler.capture.opened_sides import close, opened, with_numbers
-from maskfx.compiler.capture.plain_attention import plain_attention
-from maskfx.compiler.capture.recurrent_layers import RecurrentLayers
-from maskfx.compiler.capture.roles import Argument, Sizes
-from maskfx.compiler.capture.routings import presumed, with_experts
-from maskfx.compiler.capture.value_reads import (
+from maskfx.compiler.capture.arguments.grid_numbers import axis_of
+from maskfx.compiler.capture.arguments.infer_roles import infer
+from maskfx.compiler.capture.arguments.roles import Argument, Sizes
+from maskfx.compiler.capture.arguments.value_reads import (
     depends_on_values,
     held_value,
     read_numbers,
     with_held,
 )
+from maskfx.compiler.capture.captured import Capture
+from maskfx.compiler.capture.export import drop_refills, export_as_answered, spell_views
+from maskfx.compiler.capture.exported_twin import twin_of
+from maskfx.compiler.capture.number_inputs import as_inputs, read_by
+from maskfx.compiler.capture.obstacles import obstacle
+from maskfx.compiler.capture.tracing.branches import BranchesOnSteps, Unexportable, split_off
+from maskfx.compiler.capture.tracing.opened_sides import close, opened, with_numbers
+from maskfx.compiler.capture.tracing.plain_attention import plain_attention
+from maskfx.compiler.capture.tracing.quiet import quiet
+from maskfx.compiler.capture.tracing.recurrent_layers import RecurrentLayers
+from maskfx.compiler.capture.tracing.routings import presumed, with_experts
 from maskfx.compiler.capture.whole import WholeModules, has_unknown_size
 from maskfx.ir import progress
 from maskfx.ir.lanes import set_lane

@@ -13,11 +13,11 @@ from torch import fx
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture import roles as roles_
-from maskfx.compiler.capture.branches import Decisions, version_of
+from maskfx.compiler.capture.arguments import roles as roles_
+from maskfx.compiler.capture.arguments.roles import Argument, Sizes
+from maskfx.compiler.capture.arguments.value_reads import is_held
 from maskfx.compiler.capture.number_inputs import NumberFact
-from maskfx.compiler.capture.roles import Argument, Sizes
-from maskfx.compiler.capture.value_reads import is_held
+from maskfx.compiler.capture.tracing.branches import Decisions, version_of
 from maskfx.ir.cuts import NUMBER
 from maskfx.ir.number_settings import Place
 from maskfx.ir.objects import copied_tree

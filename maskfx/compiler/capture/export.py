@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,23 +20,29 @@ from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from maskfx.compiler.capture.attempt_sizes import is_of_request
-from maskfx.compiler.capture.branches import PlainRun, Unexportable, full_run, going_by, plain_run
-from maskfx.compiler.capture.data_attributes import DataAttributes
-from maskfx.compiler.capture.grid_numbers import axis_of, side_of
-from maskfx.compiler.capture.grouped_products import GroupedProducts
+from maskfx.compiler.capture.arguments.attempt_sizes import is_of_request
+from maskfx.compiler.capture.arguments.grid_numbers import axis_of, side_of
+from maskfx.compiler.capture.arguments.roles import EACH_FRAME, Argument, is_fixed
 from maskfx.compiler.capture.held_values import holding
-from maskfx.compiler.capture.keyword_names import allow_keyword_names
-from maskfx.compiler.capture.known_numbers import KnownNumbers
-from maskfx.compiler.capture.norm_shapes import norm_shapes
-from maskfx.compiler.capture.opened_sides import known_sides, opened
-from maskfx.compiler.capture.packings import Packings
-from maskfx.compiler.capture.roles import EACH_FRAME, Argument, is_fixed
-from maskfx.compiler.capture.routings import Routings
-from maskfx.compiler.capture.selections import Selections
-from maskfx.compiler.capture.size_arithmetic import size_arithmetic
-from maskfx.compiler.capture.symbolic_numbers import symbolic_numbers
-from maskfx.compiler.capture.unread_records import without_records
+from maskfx.compiler.capture.tracing.branches import (
+    PlainRun,
+    Unexportable,
+    full_run,
+    going_by,
+    plain_run,
+)
+from maskfx.compiler.capture.tracing.data_attributes import DataAttributes
+from maskfx.compiler.capture.tracing.grouped_products import GroupedProducts
+from maskfx.compiler.capture.tracing.keyword_names import allow_keyword_names
+from maskfx.compiler.capture.tracing.known_numbers import KnownNumbers
+from maskfx.compiler.capture.tracing.norm_shapes import norm_shapes
+from maskfx.compiler.capture.tracing.opened_sides import known_sides, opened
+from maskfx.compiler.capture.tracing.packings import Packings
+from maskfx.compiler.capture.tracing.routings import Routings
+from maskfx.compiler.capture.tracing.selections import Selections
+from maskfx.compiler.capture.tracing.size_arithmetic import size_arithmetic
+from maskfx.compiler.capture.tracing.symbolic_numbers import symbolic_numbers
+from maskfx.compiler.capture.tracing.unread_records import without_records
 from maskfx.errors import CaptureError
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.many_objects import many_objects
@@ -49,7 +52,6 @@ from maskfx.ir.values import has_meta
 
 allow_keyword_names()
 
-TRACES = "torch.__trace"  # a logger that passes nothing on to others
 READ = 64  # the largest tensor that a forward may list during a capture, in numbers
 
 
@@ -311,58 +313,6 @@ def written_out_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-class QuietThread(logging.Filter):
-    """Refuses the records of torch's loggers in the thread that makes this filter."""
-
-    def __init__(self) -> None:
-        super().__init__("torch")
-        self.thread = threading.get_ident()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self.thread != threading.get_ident() or not super().filter(record)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence torch's reports, in this thread, of an attempt that fails: the notes keep the reason.
-
-    Filters are on handlers, because a logger's filters don't see the records of its children.
-    """
-    filter = QuietThread()
-
-    def print_elsewhere(*values: Any, **how: Any) -> None:
-        if threading.get_ident() != filter.thread:
-            print(*values, **how)
-
-    # a failed export prints its whole graph, by the built-in `print`
-    trace = vars(import_module("torch.export._trace"))
-    handlers, before = log_handlers(), trace.get("print")
-    for handler in handlers:
-        handler.addFilter(filter)
-    trace["print"] = print_elsewhere
-    try:
-        yield
-    finally:
-        if before is None:
-            trace.pop("print", None)
-        else:
-            trace["print"] = before
-        for handler in handlers:
-            handler.removeFilter(filter)
-
-
-def log_handlers() -> list[logging.Handler]:
-    """Return the handlers that records of torch's loggers reach, other than of its traces.
-
-    The handler of traces removes itself at the first record, if it writes none. As long as it is
-    there, each condition on a size is described with its Python stack.
-    """
-    loggers = list(logging.root.manager.loggerDict)
-    names = [name for name in loggers if name.startswith("torch") and name != TRACES]
-    found = [h for log in (logging.root, *map(logging.getLogger, names)) for h in log.handlers]
-    return [*found, logging.lastResort] if logging.lastResort is not None else found
 
 
 def graphs(module: torch.nn.Module) -> Iterator[fx.Graph]:

@@ -10,8 +10,8 @@ import sys
 
 import torch
 
-from maskfx.compiler.capture.light_run import NotLight, light_twin
-from maskfx.compiler.capture.twin import NoTwin
+from maskfx.compiler.capture.tracing.light_run import NotLight, light_twin
+from maskfx.compiler.capture.tracing.twin import NoTwin
 from maskfx.ir.callables import is_called
 
 log = logging.getLogger(__name__)

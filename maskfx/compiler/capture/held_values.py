@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from maskfx.compiler.capture.roles import Argument
-from maskfx.compiler.capture.value_reads import tensors_in, writes_first
+from maskfx.compiler.capture.arguments.roles import Argument
+from maskfx.compiler.capture.arguments.value_reads import tensors_in, writes_first
 from maskfx.errors import CaptureError
 
 MAKERS = ("tensor", "as_tensor", "arange", "zeros", "ones", "full")

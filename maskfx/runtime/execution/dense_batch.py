@@ -1,8 +1,9 @@
 """DenseBatcher: runs dense calls of equal shapes as one call of the module with a longer batch.
 
-The batch dimension is inferred from the arguments (`compiler/capture/infer_roles.py`), once per
-shape. Before calls of a kind are batched, two different calls run once in one batch and once alone;
-if the results differ, calls of that kind are not batched, and `refused` keeps the reason.
+The batch dimension is inferred from the arguments (`compiler/capture/arguments/infer_roles.py`),
+once per shape. Before calls of a kind are batched, two different calls run once in one batch and
+once alone; if the results differ, calls of that kind are not batched, and `refused` keeps the
+reason.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture import roles as roles_
-from maskfx.compiler.capture.infer_roles import infer
-from maskfx.compiler.capture.roles import Argument
+from maskfx.compiler.capture.arguments import roles as roles_
+from maskfx.compiler.capture.arguments.infer_roles import infer
+from maskfx.compiler.capture.arguments.roles import Argument
 from maskfx.errors import MaskfxError
 from maskfx.ir.lru import LruCache
 from maskfx.ir.objects import holds_objects, open_objects

@@ -18,9 +18,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.annotate import MarkedGraph, mark_graph
+from maskfx.compiler.capture.arguments.roles import Roles, observed_sizes
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.captured import groups_of, joined
-from maskfx.compiler.capture.roles import Roles, observed_sizes
 from maskfx.compiler.compile import Compilation
 from maskfx.ir.lanes import SITES, Batch, Lane, is_image, lane_of, lanes_of, site_order
 from maskfx.ir.objects import copied_tree

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture import roles as roles_
-from maskfx.compiler.capture.attempt_sizes import has_batch
-from maskfx.compiler.capture.grid_numbers import grid_numbers
-from maskfx.compiler.capture.tensor_sides import small_wholes
+from maskfx.compiler.capture.arguments import roles as roles_
+from maskfx.compiler.capture.arguments.attempt_sizes import has_batch
+from maskfx.compiler.capture.arguments.grid_numbers import grid_numbers
+from maskfx.compiler.capture.arguments.tensor_sides import small_wholes
 from maskfx.compiler.compile import Compilation, flat_graph
 from maskfx.runtime.batch.flops import graph_flops
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.capture.arguments import roles as roles_
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.compile import Compilation, compile_capture
 from maskfx.config import Settings

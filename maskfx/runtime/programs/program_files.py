@@ -29,7 +29,7 @@ from maskfx.compiler.artifact.graphs import weights_of
 from maskfx.compiler.artifact.key import module_key
 from maskfx.compiler.artifact.plain import Unsavable
 from maskfx.compiler.build_program import content
-from maskfx.compiler.capture.roles import Roles
+from maskfx.compiler.capture.arguments.roles import Roles
 from maskfx.compiler.compile import Compilation
 from maskfx.config import Settings
 from maskfx.runtime.programs.proof import Size

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.capture.arguments import roles as roles_
+from maskfx.compiler.capture.arguments.roles import Argument
 from maskfx.compiler.capture.captured import Capture
-from maskfx.compiler.capture.roles import Argument
 from maskfx.compiler.compile import Compilation
 from maskfx.errors import InputError
 from maskfx.ir.objects import copied_tree

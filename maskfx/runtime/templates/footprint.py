@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from maskfx.compiler.capture.light_run import convolved_elements
+from maskfx.compiler.capture.tracing.light_run import convolved_elements
 from maskfx.errors import MissingRequest
 from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Interface, Program

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.roles import EACH_FRAME, Argument
+from maskfx.compiler.capture.arguments.roles import EACH_FRAME, Argument
 from maskfx.ir.listed import Join, count_listed
 from maskfx.ir.weak_memo import WeakMemo
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.capture.arguments import roles as roles_
 from maskfx.compiler.compile import Compilation
 from maskfx.errors import CacheError
 from maskfx.ir.grids import mask_shape

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maskfx.compiler.capture.roles import STEP_WORDS
+from maskfx.compiler.capture.arguments.roles import STEP_WORDS
 from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
 from maskfx.ir.program import KEYS, STRETCH, Interface
 from maskfx.ir.sources import Loaded

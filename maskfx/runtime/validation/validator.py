@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.capture.arguments import roles as roles_
 from maskfx.ir import progress
 from maskfx.ir.lru import LruCache
 from maskfx.ir.objects import open_objects

@@ -13,7 +13,7 @@ from torch import nn
 
 import maskfx
 from maskfx import Quality
-from maskfx.compiler.capture.channels import roles_by_channels
+from maskfx.compiler.capture.arguments.channels import roles_by_channels
 from maskfx.pipelines.masks.mask_grids import MaskGrids
 from maskfx.pipelines.masks.videos import VideoMask, latent_masks, overlay_video, spans_of
 from maskfx.runtime.reuse.patches import PatchReuse

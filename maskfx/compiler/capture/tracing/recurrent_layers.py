@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from maskfx.compiler.capture.branches import Unexportable
+from maskfx.compiler.capture.tracing.branches import Unexportable
 from maskfx.ir.lanes import int_hint
 
 LAYERS = ("gru", "lstm", "rnn_tanh", "rnn_relu")

@@ -22,10 +22,10 @@ from torch import Tensor, fx
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture import lengths as lengths_
-from maskfx.compiler.capture.light_run import LightProducts, light_twin
-from maskfx.compiler.capture.roles import Argument, observed_sizes
-from maskfx.compiler.capture.routings import PRESUMED, Routings
+from maskfx.compiler.capture.arguments.roles import Argument, observed_sizes
+from maskfx.compiler.capture.tracing import lengths as lengths_
+from maskfx.compiler.capture.tracing.light_run import LightProducts, light_twin
+from maskfx.compiler.capture.tracing.routings import PRESUMED, Routings
 from maskfx.errors import CaptureError
 from maskfx.ir.lazy_module import LazyModule
 from maskfx.ir.lent_methods import lent

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskfx.compiler.capture.waiting_values import WaitingTensor, WaitingValue, value_of
+from maskfx.compiler.capture.tracing.waiting_values import WaitingTensor, WaitingValue, value_of
 
 ELEMENTWISE = frozenset(  # by name: of each number, and of those of other arguments beside it
     [

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskfx.compiler.capture.plain_writes import plain_writes
+from maskfx.compiler.capture.tracing.plain_writes import plain_writes
 
 DISPATCH, REGISTRY = "diffusers.models.attention_dispatch", "_AttentionBackendRegistry"
 XFORMERS = "xformers.ops"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.grid_numbers import side_of
+from maskfx.compiler.capture.arguments.grid_numbers import side_of
 from maskfx.errors import SizesDisagree
 from maskfx.ir.cuts import NUMBER
 

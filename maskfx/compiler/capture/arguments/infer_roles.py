@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from maskfx.compiler.capture.channels import position_lists, roles_by_channels
-from maskfx.compiler.capture.grid_numbers import grid_numbers, side_of
-from maskfx.compiler.capture.roles import (
+from maskfx.compiler.capture.arguments.channels import position_lists, roles_by_channels
+from maskfx.compiler.capture.arguments.grid_numbers import grid_numbers, side_of
+from maskfx.compiler.capture.arguments.roles import (
     EACH_FRAME,
     STEP_WORDS,
     Argument,
     Roles,
     flatten,
 )
-from maskfx.compiler.capture.tensor_sides import (
+from maskfx.compiler.capture.arguments.tensor_sides import (
     grid_of_tensors,
     roles_in,
     roles_of_samples,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from maskfx.compiler.capture.known_numbers import KnownNumbers, Numbers, is_same
+from maskfx.compiler.capture.tracing.known_numbers import KnownNumbers, Numbers, is_same
 
 NAME = "_grouped_mm"  # what `grouped_mm` calls
 

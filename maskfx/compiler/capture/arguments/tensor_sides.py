@@ -14,8 +14,8 @@ from math import prod
 
 import torch
 
-from maskfx.compiler.capture.grid_numbers import PIXELS, grid_numbers, side_of
-from maskfx.compiler.capture.roles import Roles
+from maskfx.compiler.capture.arguments.grid_numbers import PIXELS, grid_numbers, side_of
+from maskfx.compiler.capture.arguments.roles import Roles
 from maskfx.ir.values import PLAIN_TENSORS
 
 MOST = 16  # numbers of one sample

@@ -20,9 +20,9 @@ from torch.fx.graph import _PyTreeCodeGen
 from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.grid_numbers import axis_of, side_of
-from maskfx.compiler.capture.known_numbers import KnownNumbers, Numbers
-from maskfx.compiler.capture.roles import Argument, numbers_of, role_size
+from maskfx.compiler.capture.arguments.grid_numbers import axis_of, side_of
+from maskfx.compiler.capture.arguments.roles import Argument, numbers_of, role_size
+from maskfx.compiler.capture.tracing.known_numbers import KnownNumbers, Numbers
 from maskfx.ops.number_at import number_at
 
 Flat = tuple[list[Argument], list[Any], pytree.TreeSpec]  # arguments, values and their structure

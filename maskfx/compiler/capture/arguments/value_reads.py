@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from maskfx.compiler.capture.roles import Argument, flatten
+from maskfx.compiler.capture.arguments.roles import Argument, flatten
 from maskfx.ir.lanes import NotLaned
 from maskfx.ir.objects import copied_tree
 

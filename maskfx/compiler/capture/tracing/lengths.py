@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.types import IntLikeType
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.roles import Argument
+from maskfx.compiler.capture.arguments.roles import Argument
 from maskfx.errors import CaptureError
 
 READERS = ("tolist", "item")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from maskfx.compiler.capture import roles as roles_
-from maskfx.compiler.capture.roles import Argument, Sizes
+from maskfx.compiler.capture.arguments import roles as roles_
+from maskfx.compiler.capture.arguments.roles import Argument, Sizes
 from maskfx.ir.lanes import (
     Batch,
     Feature,

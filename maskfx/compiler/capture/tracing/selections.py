@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from maskfx.compiler.capture.routed_rows import RoutedRows, of_each_row
-from maskfx.compiler.capture.waiting_values import CATS, WaitingTensor, value_of
+from maskfx.compiler.capture.tracing.routed_rows import RoutedRows, of_each_row
+from maskfx.compiler.capture.tracing.waiting_values import CATS, WaitingTensor, value_of
 
 NEGATIONS = (
     *(torch.logical_not, torch.bitwise_not, Tensor.logical_not, Tensor.bitwise_not),

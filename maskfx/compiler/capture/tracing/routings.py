@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from maskfx.compiler.capture.packings import TokenPlaces
-from maskfx.compiler.capture.routed_rows import RoutedRows, RowCount, as_rows
-from maskfx.compiler.capture.waiting_values import WaitingValue
+from maskfx.compiler.capture.tracing.packings import TokenPlaces
+from maskfx.compiler.capture.tracing.routed_rows import RoutedRows, RowCount, as_rows
+from maskfx.compiler.capture.tracing.waiting_values import WaitingValue
 from maskfx.errors import CaptureError
 
 COUNTS = frozenset({"numel", "nelement"})

@@ -19,7 +19,7 @@ from typing import Any
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
 
-from maskfx.compiler.capture.unread_records import replaced
+from maskfx.compiler.capture.tracing.unread_records import replaced
 
 # not `mod`: its result depends on more than the expressions, such as the range of a size
 METHODS = (

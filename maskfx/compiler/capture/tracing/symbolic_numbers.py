@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.types import IntLikeType
 
-from maskfx.compiler.capture.lengths import is_single_count
-from maskfx.compiler.capture.routings import SELECTED
+from maskfx.compiler.capture.tracing.lengths import is_single_count
+from maskfx.compiler.capture.tracing.routings import SELECTED
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 

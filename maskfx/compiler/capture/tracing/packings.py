@@ -19,8 +19,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.types import IntLikeType
 
-from maskfx.compiler.capture.routed_rows import RoutedRows, RowCount, of_each_row
-from maskfx.compiler.capture.waiting_values import CATS, WaitingTensor, WaitingValue, value_of
+from maskfx.compiler.capture.tracing.routed_rows import RoutedRows, RowCount, of_each_row
+from maskfx.compiler.capture.tracing.waiting_values import (
+    CATS,
+    WaitingTensor,
+    WaitingValue,
+    value_of,
+)
 
 FLAT = ("flatten", "reshape", "view", "squeeze", "ravel")
 

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maskfx.compiler.capture.twin import Twin
+from maskfx.compiler.capture.tracing.twin import Twin
 from maskfx.ir.objects import copy_tree
 
 aten = torch.ops.aten

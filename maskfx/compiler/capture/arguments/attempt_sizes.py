@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.types import IntLikeType
 
-from maskfx.compiler.capture.roles import Argument, Sizes, role_size
+from maskfx.compiler.capture.arguments.roles import Argument, Sizes, role_size
 from maskfx.ir.lanes import has_no_hint, int_hint
 
 
