@@ -1,14 +1,14 @@
 """Rounds on real ranks against groups of a fixed size, and against the simulator's forecast.
 
-    python -m bench.rounds.real
+    python -m bench.rounds.real --loads 0.6 0.8 1.0 --seeds 0 1 2
 
 The shipped transformer makes whole pictures of three sizes on ranks that are processes of one
 thread. First, steps of all sizes at all degrees are measured, and a profile is fitted to them. Then
 the same requests, which arrive at random with deadlines, run by rounds and on groups of each fixed
-degree, first come, first served; the simulator forecasts the share in time of each with the fitted
-profile. A deadline is a multiple of the time alone at the fastest degree. Pictures are made up to
-their latents, so that no decoding shares the cores. Writes rounds-real.json to bench/results. With
-fewer idle cores than ranks, the shares mean nothing.
+degree, first come, first served, at each load and for each seed; the simulator forecasts the share
+in time of each with the fitted profile. A deadline is a multiple of the time alone at the fastest
+degree. Pictures are made up to their latents, so that no decoding shares the cores. Writes
+rounds-real.json to bench/results. With fewer idle cores than ranks, the shares mean nothing.
 """
 
 from __future__ import annotations
@@ -166,17 +166,17 @@ def requests(
     return demands, sides
 
 
-def compared(bed: Bed, learner: ElasticRounds, given: argparse.Namespace) -> Row:
-    """The share in time by rounds and by each fixed degree, real and forecast."""
+def compared(bed: Bed, learner: ElasticRounds, load: float, given: argparse.Namespace) -> Row:
+    """The share in time by rounds and by each fixed degree at a load, real and forecast."""
     profile, between = learner.profile, bed.engine.rounds.between  # type: ignore[union-attr]
     error = statistics.mean(e.median for e in learner.errors.values())
     machine = Machine(overhead=between, error=error, ends_late=True)
     degrees = sorted(learner.errors)
     real: dict[str, list[float]] = {}
     forecast: dict[str, list[float]] = {}
-    rounds = []
-    for seed in range(given.seeds):
-        demands, sides = requests(bed, profile, given.requests, given.load, given.slack, seed)
+    runs = []
+    for seed in given.seeds:
+        demands, sides = requests(bed, profile, given.requests, load, given.slack, seed)
         settings = replace(SETTINGS, degrees=tuple(degrees))
         scheduler = RoundScheduler(profile, bed.ranks, settings)
         forecasts = {"rounds": simulate_rounds(scheduler, demands, machine, seed)}
@@ -193,20 +193,21 @@ def compared(bed: Bed, learner: ElasticRounds, given: argparse.Namespace) -> Row
             real.setdefault(name, []).append(done.in_time(demands))
             forecast.setdefault(name, []).append(forecasts[name].in_time(demands))
             made = bed.engine.rounds.counts.steps - before  # type: ignore[union-attr]
-            rounds.append({"policy": name, "seed": seed, "steps_by_degree": dict(made)})
-            print(name, seed, real[name][-1], forecast[name][-1], dict(made), flush=True)
-    shares = {
+            shares = {"real": real[name][-1], "forecast": forecast[name][-1]}
+            runs.append({"policy": name, "seed": seed, "steps_by_degree": dict(made)} | shares)
+            print(load, name, seed, real[name][-1], forecast[name][-1], dict(made), flush=True)
+    in_time = {
         name: {"real": statistics.mean(real[name]), "forecast": statistics.mean(forecast[name])}
         for name in real
     }
-    best = max(share["real"] for name, share in shares.items() if name != "rounds")
+    rounds = in_time["rounds"]
+    best = max(share["real"] for name, share in in_time.items() if name != "rounds")
     return {
-        "in_time": shares,
-        "points_above_best_fixed": 100 * (shares["rounds"]["real"] - best),
-        "points_from_forecast": 100 * (shares["rounds"]["real"] - shares["rounds"]["forecast"]),
-        "runs": rounds,
-        "profile": profile_row(bed, profile, degrees),
-        "fit_errors": {k: e.median for k, e in learner.errors.items()},
+        "load": load,
+        "in_time": in_time,
+        "points_above_best_fixed": 100 * (rounds["real"] - best),
+        "points_from_forecast": 100 * (rounds["real"] - rounds["forecast"]),
+        "runs": runs,
         "seconds_between_steps": between,
     }
 
@@ -219,10 +220,12 @@ def profile_row(bed: Bed, profile: DegreeCosts, degrees: Sequence[int]) -> Row:
     }
 
 
-def table(found: Row) -> str:
-    lines = [["", "in time", "forecast"]]
-    for name, share in found["in_time"].items():
-        lines.append([name, f"{share['real']:.3f}", f"{share['forecast']:.3f}"])
+def table(rows: Sequence[Row]) -> str:
+    lines = [["load", "", "in time", "forecast"]]
+    for row in rows:
+        for name, share in row["in_time"].items():
+            shares = [f"{share[key]:.3f}" for key in ("real", "forecast")]
+            lines.append([str(row["load"]), name, *shares])
     return columns(lines)
 
 
@@ -233,25 +236,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sides", type=int, nargs="*", default=list(SIDES))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the arrivals")
     parser.add_argument("--repeats", type=int, default=2, help="runs that the profile is fitted to")
-    parser.add_argument("--load", type=float, default=0.6)
+    parser.add_argument(
+        "--loads", type=float, nargs="+", default=[0.6], help="shares of the ranks at degree 1"
+    )
     parser.add_argument("--slack", type=float, default=1.8)
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "rounds-real.json")
     options = parser.parse_args(given)
     torch.set_num_threads(1)
     bed = Bed(options.steps, options.ranks)
     result = header("bench.rounds.real", given)
     try:
         learner = bed.measure(options.sides, options.repeats)
-        print(profile_row(bed, learner.profile, sorted(learner.errors)), flush=True)
-        result |= compared(bed, learner, options)
+        profile = profile_row(bed, learner.profile, sorted(learner.errors))
+        print(profile, flush=True)
+        errors = {k: e.median for k, e in learner.errors.items()}
+        result |= {"requests": options.requests, "slack": options.slack}
+        result |= {"profile": profile, "fit_errors": errors, "by_load": []}
+        for load in options.loads:
+            result["by_load"].append(compared(bed, learner, load, options))
+            write_json(options.out, result)
         groups = bed.engine.runner.rank_groups()
         result["computed_elsewhere"] = sum(g.failures + g.computed_here for g in groups)
     finally:
         bed.engine.close()
-    print(table(result))
-    write_json(options.out / "rounds-real.json", result)
+    write_json(options.out, result)
+    print(table(result["by_load"]))
     return 0
 
 

@@ -4,9 +4,10 @@
 
 Writes bench/results/rounds.json. Parts: `scales` (both mixes of resolutions, Poisson and bursty, by
 SLO scale), `rates`, `homogeneous` (one resolution), `granularity` (steps of a round), `edits`
-(masked edits), `efficiencies` (other assumed step times), `fleets` (more devices), `optimum` (a few
-requests against an integer program) and `decisions` (milliseconds of a decision; the only part that
-measures this machine). Of each condition: the share of requests in time, in the mean over seeds,
+(masked edits), `both` (whole pictures and edits by one denoiser), `efficiencies` (other assumed
+step times), `fleets` (more devices), `optimum` (a few requests against an integer program) and
+`decisions` (milliseconds of a decision; the only part that measures this machine). Of each
+condition: the share of requests in time, in the mean over seeds,
 
 - for rounds (`rounds`), and for rounds in which nothing starts before the border (`at_borders`);
 - for the paper's Algorithm 1 as printed, with rounds of five steps (`paper`), and with late
@@ -39,6 +40,7 @@ from bench.rounds.simulation import (
     simulate_rounds,
 )
 from bench.rounds.workloads import (
+    EDITED,
     LOWER,
     RATES,
     REQUESTS,
@@ -46,6 +48,9 @@ from bench.rounds.workloads import (
     SIDES,
     TOKENS,
     Arrivals,
+    both,
+    both_costs,
+    both_rate,
     dense,
     edit,
     edit_costs,
@@ -54,6 +59,7 @@ from bench.rounds.workloads import (
     flux_costs,
     images,
 )
+from bench.simulate.traffic import mask_source
 from maskfx.scheduling.degree_costs import DegreeCosts
 from maskfx.scheduling.knapsack import Option, choose_options
 from maskfx.scheduling.load import Demand, Work
@@ -61,7 +67,14 @@ from maskfx.scheduling.round_plan import Round, RoundRequest, RoundSettings
 from maskfx.scheduling.rounds import RoundScheduler
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-COMPARED = ("scales", "rates", "homogeneous", "granularity", "edits")  # the margins are of these
+COMPARED = (
+    "scales",
+    "rates",
+    "homogeneous",
+    "granularity",
+    "edits",
+    "both",
+)  # the margins are of these
 PARTS = (*COMPARED, "efficiencies", "fleets", "optimum", "decisions")
 SEEDS = (11, 12, 13)
 DEVICES = 8
@@ -105,12 +118,13 @@ def compared(
     asked = [draw(seed) for seed in SEEDS]
     others = fixed(costs, asked)
     done = rounds(costs, asked, settings)
-    shares = [o.in_time(d) for o, d in zip(done, asked, strict=True)]
+    by_seed = [o.in_time(d) for o, d in zip(done, asked, strict=True)]
     row = what | {
-        "rounds": statistics.mean(shares),
-        "rounds_least": min(shares),
-        "rounds_most": max(shares),
-        "by_sites": by_sites(done, asked),
+        "rounds": statistics.mean(by_seed),
+        "rounds_least": min(by_seed),
+        "rounds_most": max(by_seed),
+        "by_sites": shares(done, asked, lambda work: str(work.whole)),
+        "by_kind": shares(done, asked, lambda work: "edit" if work.bytes else "whole"),
         "at_borders": statistics.mean(
             o.in_time(d) for o, d in zip(rounds(costs, asked, settings, True), asked, strict=True)
         ),
@@ -119,7 +133,7 @@ def compared(
         "best_fixed": max(max(shares.values()) for shares in others.values()),
         "moves": sum(o.moves for o in done),
         "rounds_made": sum(o.rounds for o in done),
-        "decision_ms": 1e3 * statistics.mean(t for o in done for t in o.decisions),
+        "decision_ms": 1e3 * statistics.mean(t.seconds for o in done for t in o.decisions),
     }
     if paper:
         row |= papers(costs, asked)
@@ -166,12 +180,15 @@ def papers(costs: DegreeCosts, asked: Sequence[Sequence[Demand]]) -> Row:
     }
 
 
-def by_sites(done: Sequence[Outcome], asked: Sequence[Sequence[Demand]]) -> Row:
-    pairs = [(d.work.whole, d, o) for o, all in zip(done, asked, strict=True) for d in all]
-    return {
-        str(whole): statistics.mean(o.in_time([d]) for w, d, o in pairs if w == whole)
-        for whole in sorted({w for w, _, _ in pairs})
-    }
+def shares(
+    done: Sequence[Outcome], asked: Sequence[Sequence[Demand]], name: Callable[[Work], str]
+) -> Row:
+    """The share in time of the requests whose work has a name, over all seeds, by name."""
+    found: dict[str, list[float]] = {}
+    for outcome, demands in zip(done, asked, strict=True):
+        for demand in sorted(demands, key=lambda d: d.work.whole):
+            found.setdefault(name(demand.work), []).append(outcome.in_time([demand]))
+    return {key: statistics.mean(of) for key, of in found.items()}
 
 
 # The parts.
@@ -231,6 +248,18 @@ def edited(count: int) -> list[Row]:
     return found
 
 
+def edits_among_pictures(count: int) -> list[Row]:
+    costs, found = both_costs(), []
+    for burst in (1.0, 2.0):
+        for edited in EDITED:
+            rate = both_rate(costs, edited)
+            for scale in EDIT_SCALES:
+                arrivals = Arrivals("uniform", rate, scale, burst, edited)
+                draw = partial(both, arrivals, costs, count)
+                found.append(compared(costs, draw, arrivals.describe(), RoundSettings()))
+    return found
+
+
 def efficiencies(count: int) -> list[Row]:
     return [
         dense_row(Arrivals(mix, scale=scale), count, efficiency=name)
@@ -256,7 +285,7 @@ def fleets(count: int) -> list[Row]:
                 row[f"fixed {degree}, edf, late dropped"] = simulate_fixed(
                     costs, devices, degree, "edf", demands, MACHINE, drop=True, seed=SEEDS[0]
                 ).in_time(demands)
-            row["decision_ms"] = 1e3 * statistics.mean(done.decisions)
+            row["decision_ms"] = 1e3 * statistics.mean(t.seconds for t in done.decisions)
             found.append(row)
             print(row, flush=True)
     return found
@@ -385,6 +414,7 @@ MAKERS: dict[str, Callable[[int], list[Row]]] = {
     "homogeneous": homogeneous,
     "granularity": granularity,
     "edits": edited,
+    "both": edits_among_pictures,
     "efficiencies": efficiencies,
     "fleets": fleets,
     "optimum": optimum,
@@ -420,10 +450,15 @@ def main(command: Sequence[str]) -> None:
     result = header("bench.rounds", command)
     result |= {
         "kind": "simulated; only the milliseconds of decisions are measured",
-        "costs": {"images": flux_costs().origin, "edits": edit_costs().origin},
+        "costs": {
+            "images": flux_costs().origin,
+            "edits": edit_costs().origin,
+            "both": both_costs().origin,
+        },
         "devices": DEVICES,
         "seeds": SEEDS,
         "requests": given.requests,
+        "mask_source": mask_source(),
         "overhead_of_a_round": MACHINE.overhead,
         "deviation_of_steps": MACHINE.error,
     }

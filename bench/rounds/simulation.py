@@ -18,11 +18,19 @@ import numpy as np
 
 from maskfx.scheduling.degree_costs import StepProfile
 from maskfx.scheduling.load import Demand
-from maskfx.scheduling.placement import Devices
+from maskfx.scheduling.placement import Devices, FreeDevices
 from maskfx.scheduling.round_plan import Round, RoundRequest
 from maskfx.scheduling.rounds import RoundScheduler
 
 EDGE = 1e-9
+
+
+class DecisionTime(NamedTuple):
+    """Processor seconds of a decision, on this machine."""
+
+    seconds: float
+    requests: int  # that it was about
+    within: bool  # whether a round was running
 
 
 @dataclass
@@ -31,7 +39,7 @@ class Outcome:
 
     ended: dict[str, float] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
-    decisions: list[float] = field(default_factory=list)  # seconds of this machine
+    decisions: list[DecisionTime] = field(default_factory=list)
     busy: float = 0.0  # device-seconds of groups at work
     rounds: int = 0
     moves: int = 0
@@ -62,6 +70,15 @@ class Active:
     demand: Demand
     left: int
     home: Devices | None = None
+    asked: RoundRequest | None = None  # the same for the scheduler; None if it changed
+
+    def request(self) -> RoundRequest:
+        if self.asked is None:
+            demand = self.demand
+            self.asked = RoundRequest(
+                demand.id, demand.work, self.left, demand.arrived, demand.due, home=self.home
+            )
+        return self.asked
 
 
 class Decider(Protocol):
@@ -72,8 +89,8 @@ class Decider(Protocol):
     def decide(self, now: float, requests: Sequence[RoundRequest]) -> Round: ...
 
 
-# Decides about free devices until the border: the time, the border, busy devices, other requests.
-Within = Callable[[float, float, Sequence[Devices], Sequence[RoundRequest]], Round]
+# Decides about free devices until the border: the time, the border, these devices, other requests.
+Within = Callable[[float, float, FreeDevices, Sequence[RoundRequest]], Round]
 
 
 class RunningGroup(NamedTuple):
@@ -104,6 +121,8 @@ class RoundSimulation:
         self._draw = np.random.default_rng(seed)
         self._coming = deque(demands)
         self._active: dict[str, Active] = {}
+        self._waiting: dict[str, Active] = {}  # those that aren't in a group at work
+        self._free = FreeDevices(scheduler.devices)
         self._running: list[RunningGroup] = []  # a heap
         self._started = 0
 
@@ -116,35 +135,41 @@ class RoundSimulation:
             self._arrive(now)
             if not self._active:
                 continue
-            decided = self._timed(partial(self.scheduler.decide, now, self._requests()))
+            decided = self._timed(partial(self.scheduler.decide, now))
             assert decided.groups or decided.drops, f"a round without steps at {now}: {decided}"
             homes = self._carry_out(now, decided)
             now = self._until_border(now, now + decided.length, homes)
             for id, request in self._active.items():
-                request.home = homes.get(id)
+                home = homes.get(id)
+                if home != request.home:
+                    request.home, request.asked = home, None
             self.outcome.rounds += bool(decided.groups)
         return self.outcome
 
     def _arrive(self, now: float) -> None:
         while self._coming and self._coming[0].arrived <= now:
             demand = self._coming.popleft()
-            self._active[demand.id] = Active(demand, demand.work.steps)
+            active = Active(demand, demand.work.steps)
+            self._active[demand.id] = self._waiting[demand.id] = active
         if self.machine.ends_late:
-            stepping = {id for group in self._running for id in group.ids}
-            for id, request in list(self._active.items()):
-                if request.demand.due < now and id not in stepping:
-                    self.outcome.dropped.add(id)
-                    del self._active[id]
+            for id in [id for id, a in self._waiting.items() if a.demand.due < now]:
+                self._drop(id)
+
+    def _drop(self, id: str) -> None:
+        self.outcome.dropped.add(id)
+        del self._active[id], self._waiting[id]
 
     def _requests(self) -> list[RoundRequest]:
-        """The requests that aren't in a group at work."""
-        stepping = {id for group in self._running for id in group.ids}
-        return [_request(a) for id, a in self._active.items() if id not in stepping]
+        return [active.request() for active in self._waiting.values()]
 
-    def _timed(self, decide: Callable[[], Round]) -> Round:
-        began = time.perf_counter()
-        decided = decide()
-        self.outcome.decisions.append(time.perf_counter() - began)
+    def _timed(
+        self, decide: Callable[[Sequence[RoundRequest]], Round], *, within_round: bool = False
+    ) -> Round:
+        asked = self._requests()
+        began = time.process_time()  # of this process, whatever else the machine does
+        decided = decide(asked)
+        spent = DecisionTime(time.process_time() - began, len(asked), within_round)
+        self.outcome.decisions.append(spent)
         return decided
 
     def _until_border(self, now: float, border: float, homes: dict[str, Devices]) -> float:
@@ -152,39 +177,45 @@ class RoundSimulation:
         while self._running:
             arrival = self._coming[0].arrived if self._coming else inf
             if self.within is None or self._running[0].end <= arrival:
-                now = heapq.heappop(self._running).end
+                now = self._running[0].end
                 while self._running and self._running[0].end <= now:
-                    heapq.heappop(self._running)
+                    self._end(heapq.heappop(self._running))
             else:
                 now = arrival
-            busy = [group.devices for group in self._running]
-            if self.within is None or not busy:
+            if self.within is None or not self._running:
                 continue
             self._arrive(now)
-            waiting = self._requests()
-            if waiting and sum(at.size for at in busy) < self.scheduler.devices:
-                decided = self._timed(partial(self.within, now, border, busy, waiting))
+            if self._waiting and self._free.count:
+                within = partial(self.within, now, border, self._free)
+                decided = self._timed(within, within_round=True)
                 homes |= self._carry_out(now, decided)
                 self.outcome.within += len(decided.groups)
         return now
+
+    def _end(self, group: RunningGroup) -> None:
+        self._free.give(group.devices)
+        for id in group.ids:
+            if id in self._active:
+                self._waiting[id] = self._active[id]
 
     def _carry_out(self, now: float, decided: Round) -> dict[str, Devices]:
         """Start the groups of a decision; return the devices of their requests."""
         homes = {}
         for id in decided.drops:
-            self.outcome.dropped.add(id)
-            del self._active[id]
+            self._drop(id)
         for group in decided.groups:
             seconds = group.seconds * float(np.exp(self._draw.normal(0, self.machine.error)))
             begin, most = now + self.machine.overhead, max(group.steps.values())
             self.outcome.busy += group.devices.size * seconds
             self._started += 1
+            assert self._free.fits(group.devices), f"{group.devices} have two groups at {now}"
+            self._free.take(group.devices)
             entry = (begin + seconds, self._started, group.devices, frozenset(group.steps))
             heapq.heappush(self._running, RunningGroup(*entry))
             for id, steps in group.steps.items():
-                request = self._active[id]
+                request = self._waiting.pop(id)
                 request.left -= steps
-                home = request.home
+                home, request.asked = request.home, None
                 self.outcome.moves += home is not None and not home.nests(group.devices)
                 homes[id] = request.home = group.devices
                 if not request.left:
@@ -204,13 +235,6 @@ def simulate_rounds(
     """Simulate the scheduler; at_borders: nothing starts within a round."""
     within = None if at_borders else scheduler.decide_within
     return RoundSimulation(scheduler, demands, machine, seed, within).run()
-
-
-def _request(active: Active) -> RoundRequest:
-    demand = active.demand
-    return RoundRequest(
-        demand.id, demand.work, active.left, demand.arrived, demand.due, home=active.home
-    )
 
 
 Order = Callable[[Demand, float], float]  # a waiting request and its seconds: least goes first

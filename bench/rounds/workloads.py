@@ -6,8 +6,8 @@ work of an image are printed; the times of a step per degree are a plot, so they
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import inf
 
@@ -50,6 +50,15 @@ LOWER = {  # efficiencies of degree 2, 4 and 8
 
 SIDES = (64, 96, 128)  # of the latent of an edit
 EDIT_RATIO = 0.2  # an edit with this mask takes as long, on one device, as its deadline allows
+
+# Whole pictures and edits by the same denoiser. Assumed of an edit of a share m of s sites: it
+# shares the base of a step, computes m s sites and m s^2 pairs of a query and a key, and loads keys
+# and values of the other sites in every block, from the host, while it computes. Its deadline is
+# to that of a whole picture of its size as the time of an edit with `EDIT_RATIO`, on one device, to
+# the time of that picture: neither kind has more time for its work.
+EDITED = (0.7, 0.3)  # shares of edits
+LOADED = 2 * WIDTH * 2 * BLOCKS  # bytes per site that isn't computed, and step: k and v, bf16
+HOST_BANDWIDTH = 50e9  # bytes per second and device: most of the 64 GB/s of PCIe 5.0
 
 
 def degree_costs(
@@ -102,6 +111,7 @@ class Arrivals:
     per_minute: float = RATE
     scale: float = 1.0  # of the deadlines
     burst: float = 1.0  # coefficient of variation between arrivals; 1: Poisson
+    edited: float = 0.0  # share of masked edits; the others are whole pictures
 
     def describe(self) -> dict[str, object]:
         return asdict(self)
@@ -131,6 +141,61 @@ def images(arrivals: Arrivals, count: int, seed: int) -> list[Demand]:
 
 def dense(side: int) -> Work:
     return Work(sites=TOKENS[side], whole=TOKENS[side], steps=STEPS)
+
+
+def both_costs() -> DegreeCosts:
+    """FLUX.1-dev as `flux_costs` has it, and the loads of edits."""
+    costs = flux_costs()
+    one = msgspec.structs.replace(costs.one, load_bandwidth=HOST_BANDWIDTH)
+    origin = f"{costs.origin} Edits: {LOADED} bytes per cached site and step at 50 GB/s, assumed."
+    return msgspec.structs.replace(costs, one=one, origin=origin)
+
+
+def both(arrivals: Arrivals, costs: DegreeCosts, count: int, seed: int) -> list[Demand]:
+    """Whole pictures and edits with production mask ratios, in the order of their arrival."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for demand in images(arrivals, count, seed):
+        side = next(side for side, tokens in TOKENS.items() if tokens == demand.work.whole)
+        [ratio] = ratios("production", 1, draw).tolist()
+        if draw.random() < arrivals.edited:
+            seconds = arrivals.scale * edit_deadline(costs, side)
+            demand = replace(demand, work=part(side, ratio), due=demand.arrived + seconds)
+        found.append(demand)
+    return found
+
+
+def part(side: int, ratio: float) -> Work:
+    """An edit by the denoiser of the whole pictures."""
+    sites = max(1, round(ratio * TOKENS[side]))
+    return Work(sites, TOKENS[side], STEPS, bytes=(TOKENS[side] - sites) * LOADED)
+
+
+def edit_deadline(costs: DegreeCosts, side: int) -> float:
+    edited, whole = costs.step(1, [part(side, EDIT_RATIO)]), costs.step(1, [dense(side)])
+    return DEADLINES[side] * edited / whole
+
+
+def both_rate(costs: DegreeCosts, edited: float) -> float:
+    """Requests a minute with as many device-seconds as `RATE` whole pictures, at degree 1."""
+
+    def mean(share: float) -> float:
+        asked = both(Arrivals(edited=share), costs, 5000, seed=0)
+        return float(np.mean([costs.step(1, [d.work]) for d in asked]))
+
+    return RATE * mean(0.0) / mean(edited)
+
+
+def few_steps(demands: Iterable[Demand], steps: int) -> list[Demand]:
+    """The same requests with fewer steps, and deadlines in proportion to them."""
+    return [
+        replace(
+            d,
+            work=replace(d.work, steps=steps),
+            due=d.arrived + (d.due - d.arrived) * steps / d.work.steps,
+        )
+        for d in demands
+    ]
 
 
 def edits(arrivals: Arrivals, costs: DegreeCosts, count: int, seed: int) -> list[Demand]:

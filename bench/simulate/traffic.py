@@ -54,8 +54,12 @@ class Workload:
     burst: float = 1.0  # coefficient of variation between arrivals; 1: Poisson
 
     def describe(self) -> dict[str, object]:
-        source = "real ratios" if MASKS.exists() else "log-normals fitted to the real ratios"
-        return {**asdict(self), "mask_source": source}
+        return {**asdict(self), "mask_source": mask_source()}
+
+
+def mask_source() -> str:
+    """Where mask ratios are from on this machine."""
+    return "real ratios" if MASKS.exists() else "log-normals fitted to the real ratios"
 
 
 def ratios(mix: str, count: int, draw: np.random.Generator) -> Floats:

@@ -38,7 +38,7 @@ class EditPolicy:
     Args:
         quality: Quality of the edit.
         recorded: Number of steps of the template; None without a template.
-        whole: Whether all of a picture is made, without a template.
+        whole: Whether all of a picture is made, so that its calls read nothing of a template.
     """
 
     quality: Quality
@@ -55,7 +55,7 @@ class EditPolicy:
         if step < self.quality.first or self._is_last(step, steps):
             return CallKind.DENSE
         if self.recorded is not None:
-            return CallKind.TEMPLATE
+            return CallKind.DENSE if self.whole else CallKind.TEMPLATE
         reads_none = self.quality.refresh == 1 and self.quality.patches is None
         return CallKind.DENSE if reads_none else CallKind.SESSION
 

@@ -54,7 +54,7 @@ class BatchTotals(NamedTuple):
             self.compute + others.compute,
             self.load + others.load,
             self.sites + others.sites,
-            self.sizes | others.sizes,
+            self.sizes if others.sizes <= self.sizes else self.sizes | others.sizes,
         )
 
 
@@ -131,7 +131,7 @@ class DegreeCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
         def seconds(a: BatchTotals, b: BatchTotals) -> float:
             # called for each pair of a request and a group: a tuple is read faster by place
-            sizes = len(a[3]) if b[3] <= a[3] else len(a[3] | b[3])
+            sizes = 0 if not per_size else len(a[3]) if b[3] <= a[3] else len(a[3] | b[3])
             compute = base + per_size * sizes + (a[0] + b[0])
             divided = fixed + compute / degree * slowdown + per_site * (a[2] + b[2])
             load = a[1] + b[1]

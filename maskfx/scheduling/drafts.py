@@ -19,6 +19,7 @@ from maskfx.scheduling.round_plan import RoundSettings
 from maskfx.scheduling.urgency import Pending, Rank
 
 TRIALS = 4  # groups that a request without devices may try to join
+CROWDED = Rank.CROWDED  # read in the innermost loop
 MISSES = 32  # requests in a row without a group to join, after which no further one is tried
 
 
@@ -132,10 +133,12 @@ def join(
     if settings.batch == 1:
         return
     shortest = sorted((draft.seconds, number) for number, draft in enumerate(drafts))
+    joint = {degree: memo.joint(degree) for degree in {draft.degree for draft in drafts}}
+    worth, batch = settings.gain, settings.batch
     missed = 0
     slower: set[int] = set()  # kinds of requests whose joint steps don't pay in any of the groups
     for request in waiting:
-        found: tuple[float, int] | None = None  # the joint step's seconds, and its group
+        found: tuple[float, int, int] | None = None  # the joint step's seconds, its group and place
         pays = False
         if id(request.times) in slower:
             missed += 1
@@ -143,33 +146,30 @@ def join(
                 break
             continue
         own, alone_seconds = memo.of(request.request.work).totals, request.times.seconds
-        least = settings.gain
-        for before, number in shortest[:TRIALS]:
+        least = worth
+        for place, (before, number) in enumerate(shortest[:TRIALS]):
             draft = drafts[number]
             degree = draft.degree
             if draft.totals is None:
                 draft.totals = memo.of(draft.members[0].request.work).totals
-            seconds = memo.joint(degree)(draft.totals, own)
+            seconds = joint[degree](draft.totals, own)
             gain = (before + alone_seconds[degree]) / seconds
-            if gain >= settings.gain:
+            if gain >= worth:
                 pays = True
                 if (
                     gain >= least
                     and seconds <= longest
-                    and not (
-                        _harms((request,), seconds, length)
-                        or _harms(draft.members, seconds, length)
-                    )
+                    and not _harms(request, draft.members, seconds, length)
                 ):
-                    least, found = gain, (seconds, number)
+                    least, found = gain, (seconds, number, place)
         if found:
-            seconds, number = found
+            seconds, number, place = found
             draft = drafts[number]
             assert draft.totals is not None, "the totals of a group that was tried"
-            shortest.remove((draft.seconds, number))
-            totals = draft.totals.with_others(own)
-            drafts[number] = Draft([*draft.members, request], draft.degree, seconds, totals)
-            if len(drafts[number].members) < settings.batch:
+            draft.members.append(request)
+            draft.seconds, draft.totals = seconds, draft.totals.with_others(own)
+            del shortest[place]
+            if len(draft.members) < batch:
                 insort(shortest, (seconds, number))
             slower.clear()
             missed = 0
@@ -181,18 +181,14 @@ def join(
             break
 
 
-def _harms(members: Sequence[Pending], seconds: float, length: float) -> bool:
+def _harms(request: Pending, others: Sequence[Pending], seconds: float, length: float) -> bool:
     """Return True if a hopeful member of a joint group would have to leave it to be in time."""
     steps = int(length / seconds + EDGE) or 1
-    border = length if length > seconds else seconds
-    for member in members:
-        if member.rank > Rank.CROWDED:
-            continue
-        left = member.left - steps
-        if left > 0:
-            end = member.now + border + left * seconds
-        else:
-            end = member.now + member.left * seconds
-        if end > member.due + EDGE:
+    now = request.now - EDGE
+    border = now + (length if length > seconds else seconds)
+    for member in (request, *others):
+        left = member.left
+        end = border + (left - steps) * seconds if left > steps else now + left * seconds
+        if end > member.due and member.rank <= CROWDED:
             return True
     return False

@@ -22,7 +22,7 @@ from maskfx.scheduling.degree_costs import (
     from_efficiency,
 )
 from maskfx.scheduling.load import Work
-from maskfx.scheduling.placement import Devices
+from maskfx.scheduling.placement import Devices, FreeDevices
 from maskfx.scheduling.round_plan import LatePolicy, RoundRequest, RoundSettings
 from maskfx.scheduling.round_policy import RankedGroup, RoundCall, RoundDecision, StepLoad
 from maskfx.scheduling.rounds import RoundScheduler
@@ -81,8 +81,9 @@ class ElasticRounds:
             round_ = scheduler.decide(now, requests)
             self._homes, self._border = {}, now + round_.length
         else:
-            busy = [Devices(rank, 1) for rank in range(count) if rank not in set(ranks)]
-            round_ = scheduler.decide_within(now, self._border, busy, requests)
+            idle = set(ranks)
+            free = FreeDevices(count, [Devices(n, 1) for n in range(count) if n not in idle])
+            round_ = scheduler.decide_within(now, self._border, free, requests)
         self._homes |= {id: g.devices for g in round_.groups for id in g.steps}
         groups = tuple(
             RankedGroup(tuple(g.devices.numbers), {int(id): n for id, n in g.steps.items()})

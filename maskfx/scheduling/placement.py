@@ -127,6 +127,11 @@ class FreeDevices:
         for at in taken:
             self.take(at)
 
+    def copy(self) -> FreeDevices:
+        found = FreeDevices(0)
+        found._devices, found._bits = self._devices, self._bits
+        return found
+
     @property
     def count(self) -> int:
         return self._bits.bit_count()

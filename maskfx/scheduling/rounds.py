@@ -92,18 +92,21 @@ class RoundScheduler:
         return self._placed(now, drafts, length, late, drops)
 
     def decide_within(
-        self, now: float, border: float, busy: Sequence[Devices], requests: Sequence[RoundRequest]
+        self, now: float, border: float, free: FreeDevices, requests: Sequence[RoundRequest]
     ) -> Round:
         """Return what free devices do until the round's border; a round without groups if nothing.
 
+        Requests without a step that ends by then are left to the next round, the late ones too.
+
         Args:
             border: When the round is predicted to end.
-            busy: The devices of groups that still run, disjoint.
-            requests: Those that aren't in such a group.
+            free: The devices on which no group runs.
+            requests: Those that aren't in a group at work.
         """
-        pending, late, drops = self._ranked(now, requests)
         length = (border - now) * (1 - self.settings.margin)
-        free = FreeDevices(self.devices, busy)
+        able = [r for r in requests if self._memo.of(r.work).times.least <= length]
+        pending, late, drops = self._ranked(now, able)
+        free = free.copy()
         admit(pending, free.count)
         groups: list[tuple[Draft, Devices]] = []
         for request in by_urgency(pending):

@@ -1,28 +1,43 @@
 """The simulator of rounds: its costs are the printed ones, its baseline a plain queue."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from bench.rounds import scale
 from bench.rounds.real import FixedDegree
 from bench.rounds.run import main
-from bench.rounds.simulation import Machine, simulate_fixed, simulate_rounds
+from bench.rounds.simulation import Machine, RoundSimulation, simulate_fixed, simulate_rounds
 from bench.rounds.workloads import (
     MINUTE,
     STEPS,
     TABLE_STEPS,
     TFLOP,
     Arrivals,
+    both,
+    both_costs,
+    both_rate,
     dense,
     edit_costs,
+    edit_deadline,
     edit_rate,
     edits,
+    few_steps,
     flux_costs,
     images,
+    part,
 )
 from maskfx.scheduling.load import Demand
-from maskfx.scheduling.round_plan import LatePolicy, RoundSettings
+from maskfx.scheduling.placement import Devices
+from maskfx.scheduling.round_plan import (
+    DeviceGroup,
+    LatePolicy,
+    Round,
+    RoundRequest,
+    RoundSettings,
+)
 from maskfx.scheduling.round_policy import RankedGroup, RoundCall, StepLoad
 from maskfx.scheduling.rounds import RoundScheduler
 
@@ -111,6 +126,73 @@ def test_the_load_of_edits_is_the_share_of_busy_devices() -> None:
     demands = edits(arrivals, costs, 3000, seed=1)
     outcome = simulate_fixed(costs, 8, 1, "fcfs", demands, EXACT, drop=False)
     assert outcome.busy / (8 * demands[-1].arrived) == pytest.approx(0.6, rel=0.05)
+
+
+def test_an_edit_costs_its_share_of_a_whole_picture_by_the_same_denoiser() -> None:
+    """Beside the base, which both share; what it loads takes longer only where little is masked."""
+    costs = both_costs()
+    base = costs.one.base
+    assert costs.step(1, [part(2048, 1.0)]) == costs.step(1, [dense(2048)])
+    for ratio in (0.5, 0.25):
+        wanted = base + ratio * (costs.step(1, [dense(2048)]) - base)
+        assert costs.step(1, [part(2048, ratio)]) == pytest.approx(wanted)
+    small = part(2048, 0.02)
+    assert small.bytes == (16384 - 328) * 57 * 2 * 3072 * 2  # blocks, k and v, width, bf16
+    assert costs.step(1, [small]) == pytest.approx(small.bytes / 50e9)
+    assert costs.step(4, [small]) == pytest.approx(small.bytes / 50e9 / 4)
+    whole, edit = (costs.step(1, [work]) for work in (dense(1024), part(1024, 0.2)))
+    assert edit_deadline(costs, 1024) / 3.0 == pytest.approx(edit / whole)
+
+
+def test_pictures_and_edits_come_in_their_shares_with_the_same_work_per_minute() -> None:
+    costs, work = both_costs(), []
+    for edited in (0.0, 0.7):
+        rate = both_rate(costs, edited)
+        asked = both(Arrivals(per_minute=rate, edited=edited), costs, 3000, seed=1)
+        masked = [d for d in asked if d.work.sites < d.work.whole]
+        assert len(masked) / len(asked) == pytest.approx(edited, abs=0.03)
+        assert all(d.work.bytes > 0 for d in masked)
+        seconds = sum(costs.step(1, [d.work]) for d in asked)
+        work.append(seconds / asked[-1].arrived)
+    assert work[0] == pytest.approx(work[1], rel=0.08)
+    outcome = simulate_rounds(RoundScheduler(costs, 8), asked[:60], Machine())
+    assert {*outcome.ended, *outcome.dropped} == {d.id for d in asked[:60]}
+
+
+def test_with_fewer_steps_a_request_has_as_much_time_for_each() -> None:
+    asked = images(Arrivals("uniform", scale=1.2), 20, seed=3)
+    for before, after in zip(asked, few_steps(asked, 4), strict=True):
+        assert (after.work.steps, after.work.sites) == (4, before.work.sites)
+        assert (after.due - after.arrived) / 4 == pytest.approx((before.due - before.arrived) / 28)
+
+
+def test_a_group_on_devices_that_another_one_has_stops_the_simulation() -> None:
+    class Careless:
+        devices = 2
+
+        def decide(self, now: float, requests: Sequence[RoundRequest]) -> Round:
+            groups = [DeviceGroup(Devices(0, 1), {r.id: r.left}, 1.0) for r in requests]
+            return Round(now, 1.0, tuple(groups))
+
+    asked = [Demand(str(n), dense(256), 0.0, 9.0) for n in range(2)]
+    assert RoundSimulation(Careless(), asked[:1], EXACT).run().ended == {"0": 1.0}
+    with pytest.raises(AssertionError, match="two groups"):
+        RoundSimulation(Careless(), asked, EXACT).run()
+
+
+def test_a_small_run_at_scale_has_the_times_of_all_decisions(tmp_path: Path) -> None:
+    given = ["--sizes", "8", "--devices", "16", "--many", "200", "--scales", "1.5"]
+    scale.main([*given, "--out", str(tmp_path / "scale.json")])
+    result = json.loads((tmp_path / "scale.json").read_text())
+    (few,), (row,) = result["by_devices"], result["many"]
+    assert few["border"]["decisions"] >= few["rounds"] > 0
+    assert few["within"]["decisions"] > 0
+    spent = few["border"], few["within"]
+    seconds = sum(part["decisions"] * part["mean_ms"] for part in spent)
+    assert few["decisions_ms_per_request"] == pytest.approx(seconds / few["requests"])
+    assert row["points_above_best"] == pytest.approx(
+        100 * (row["in_time"] - max(max(shares.values()) for shares in row["fixed"].values()))
+    )
 
 
 def test_a_small_run_is_whole(tmp_path: Path) -> None:

@@ -43,6 +43,16 @@ class Routed(nn.Module):
             start = end
         return out
 
+    def grouped(self, x: Tensor, weight: Tensor, number: Tensor) -> Tensor:
+        """Tokens sorted by expert, in one product whose groups have as many rows as data decide."""
+        order, experts = number.reshape(-1).argsort(), [*self.experts]
+        ends = number.reshape(-1).bincount(minlength=len(experts)).cumsum(0, dtype=torch.int32)
+        matrices = torch.stack([expert.weight.T for expert in experts])
+        every = F.grouped_mm(x[order // self.top], matrices, offs=ends)
+        every = every + torch.stack([expert.bias for expert in experts])[number.reshape(-1)[order]]
+        mixed = every * weight.reshape(-1)[order, None]
+        return torch.zeros_like(x).index_add_(0, order // self.top, mixed)
+
     def masked(self, x: Tensor, weight: Tensor, number: Tensor) -> Tensor:
         """A boolean mask of each expert's tokens."""
         out = torch.zeros_like(x)
@@ -106,6 +116,19 @@ class Choosing(nn.Module):
         parts = tokens.split([b * count] * self.count)
         outs = [F.silu(p @ u) @ v for p, u, v in zip(parts, self.up, self.down, strict=True)]
         mixed = torch.cat(outs) * weight / (total[index][:, None] + 1e-6)
+        out = x.reshape(b * n, d).scatter_add(0, index[:, None].expand(-1, d), mixed)
+        return out.reshape(b, n, d)
+
+    def grouped(self, x: Tensor, scores: Tensor, count: int) -> Tensor:
+        """As `flat`, in one product whose groups all have the same number of rows."""
+        b, n, d = x.shape
+        weight, index = scores.topk(count, -1)
+        index = (torch.arange(b).view(b, 1, 1) * n + index).transpose(0, 1).reshape(-1)
+        tokens = x.reshape(b * n, d)[index]
+        ends = torch.full((self.count,), b * count).cumsum(0, dtype=torch.int32)
+        hidden = F.silu(F.grouped_mm(tokens, self.up, offs=ends))
+        mixed = F.grouped_mm(hidden, self.down, offs=ends)
+        mixed = mixed * weight.transpose(0, 1).reshape(-1, 1)
         out = x.reshape(b * n, d).scatter_add(0, index[:, None].expand(-1, d), mixed)
         return out.reshape(b, n, d)
 

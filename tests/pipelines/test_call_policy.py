@@ -45,6 +45,16 @@ def test_without_dense_steps_all_are_edits() -> None:
     assert kinds(EditPolicy(Quality(refresh=1, patches=0.1)), 3, 3) == "sss"
 
 
+def test_a_whole_picture_reads_no_template_and_has_its_own_steps() -> None:
+    quality = Quality(every=5, least=2)
+    part, whole = EditPolicy(quality, 20), EditPolicy(quality, 20, whole=True)
+    assert kinds(part, 20, 3) == "ttt"
+    assert kinds(whole, 20, 3) == kinds(EditPolicy(EDGES, 3, whole=True), 3, 3) == "ddd"
+    assert whole.following(0, 20) is None
+    assert whole.selection.selected(20) == EditPolicy(quality, whole=True).selection.selected(20)
+    assert whole.selection.selected(20) != part.selection.selected(20)
+
+
 def test_only_edits_of_the_template_have_a_following_one() -> None:
     quality = Quality(every=2, first=1, last=1)
     policy = EditPolicy(quality, 8)

@@ -21,7 +21,7 @@ from maskfx.scheduling.outlook import (
     narrow_first,
     schedules,
 )
-from maskfx.scheduling.placement import Devices
+from maskfx.scheduling.placement import Devices, FreeDevices
 from maskfx.scheduling.profile_memo import ProfileMemo
 from maskfx.scheduling.round_plan import LatePolicy, Round, RoundRequest, RoundSettings
 from maskfx.scheduling.rounds import RoundScheduler, round_length
@@ -148,7 +148,9 @@ def test_within_a_round_groups_use_free_devices_and_end_by_the_border(
     taken = data.draw(st.sets(st.integers(0, devices - 1), max_size=devices))
     border = data.draw(st.floats(0.01, 2.0))
     scheduler = RoundScheduler(COSTS, devices, rules)
-    decided = scheduler.decide_within(0.0, border, [Devices(n, 1) for n in taken], asked)
+    open_devices = FreeDevices(devices, [Devices(n, 1) for n in taken])
+    decided = scheduler.decide_within(0.0, border, open_devices, asked)
+    assert open_devices.count == devices - len(taken)  # as they were given
     assert all(group.seconds <= border for group in decided.groups)
     used = {n for group in decided.groups for n in group.devices.numbers}
     assert not used & taken
@@ -159,10 +161,25 @@ def test_within_a_round_groups_use_free_devices_and_end_by_the_border(
         check(decided, asked, devices, rules)
 
 
+def test_within_a_round_a_request_without_a_step_that_fits_is_left_to_the_next() -> None:
+    """Also one that is late: it is dropped at the border."""
+    scheduler = RoundScheduler(COSTS, 8)
+    small, large = request("small", 100, due=9.0), request("large", 16000, due=99.0)
+    late = request("late", 16000, due=0.5)
+    border = 0.9 * min(COSTS.step(k, [large.work]) for k in (1, 2, 4, 8))
+    assert border > COSTS.step(1, [small.work])
+    free = FreeDevices(8)
+    decided = scheduler.decide_within(0.0, border, free, [small, large, late])
+    assert ([set(group.steps) for group in decided.groups], decided.late) == ([{"small"}], ())
+    longer = scheduler.decide_within(0.0, 2 * border, free, [large, late])
+    assert [set(group.steps) for group in longer.groups] == [{"large"}]
+    assert longer.drops == ("late",)
+
+
 def test_within_a_round_a_group_grows_onto_free_devices_beside_it() -> None:
     scheduler = RoundScheduler(COSTS, 8)
     (group,) = scheduler.decide_within(
-        0.0, 2.0, [Devices(0, 4)], [request("a", 4000, due=9.0)]
+        0.0, 2.0, FreeDevices(8, [Devices(0, 4)]), [request("a", 4000, due=9.0)]
     ).groups
     assert group.devices == Devices(4, 4)
 

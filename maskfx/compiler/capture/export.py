@@ -27,6 +27,7 @@ from maskfx.compiler.capture.attempt_sizes import is_of_request
 from maskfx.compiler.capture.branches import PlainRun, Unexportable, full_run, going_by, plain_run
 from maskfx.compiler.capture.data_attributes import DataAttributes
 from maskfx.compiler.capture.grid_numbers import axis_of, side_of
+from maskfx.compiler.capture.grouped_products import GroupedProducts
 from maskfx.compiler.capture.held_values import holding
 from maskfx.compiler.capture.keyword_names import allow_keyword_names
 from maskfx.compiler.capture.known_numbers import KnownNumbers
@@ -144,6 +145,7 @@ def export(
         few_numbers(),
         Selections(),
         known,
+        GroupedProducts(known),
         DataAttributes(),
         Packings(),
         Routings() as routings,

@@ -79,7 +79,7 @@ VIEWS: dict[str, Callable[..., object]] = {
     "max": largest,
     "sum": lambda own, dim=None: filled_at(own.sum(axis=dim)),
     "prod": lambda own, dim=None: filled_at(own.prod(axis=dim)),
-    "cumsum": lambda own, dim: own.cumsum(axis=dim),
+    "cumsum": lambda own, dim, dtype=None: own.cumsum(axis=dim),
     "__getitem__": lambda own, index: filled_at(own[index]),
 }
 ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {

@@ -72,7 +72,7 @@ class EditHandler:
         recorded = None if self.template is None else self.template.steps
         masks = self.mask if self.video.frames is None else self.video.frames
         self._all = bool(masks.all())  # of each frame
-        self.policy = EditPolicy(self.quality, recorded, self._all and self.template is None)
+        self.policy = EditPolicy(self.quality, recorded, self._all)
 
     @property
     def selection(self) -> StepSelection:

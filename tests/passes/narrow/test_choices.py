@@ -11,7 +11,7 @@ from maskfx.passes.narrow.choices import narrow_choices
 from tests.factories.experts import Choosing, Routed, Tokens, seeded
 from tests.passes.tools import a_mask, check_values, denoiser_of, error, run_pass, tokens
 
-STYLES = ("flat", "batched")
+STYLES = ("flat", "batched", "grouped")
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -17,7 +17,7 @@ from tests.passes.tools import (
     tokens,
 )
 
-STYLES = ("sorted", "masked", "one_hot")
+STYLES = ("sorted", "masked", "one_hot", "grouped")
 
 
 @pytest.mark.parametrize("style", STYLES)
