@@ -13,6 +13,10 @@ from torch import Tensor
 import maskfx
 from maskfx.runtime.cache.quantize import Encoding, Format
 from maskfx.runtime.cache.serialize import decode, encode
+from tests.factories.own_cases import OWN
+from tests.factories.own_denoisers import built
+from tests.factories.own_sides import SidesOfEach
+from tests.factories.zoo import Size as Plain
 from tests.passes.tools import TOLERANCE, error
 from tests.runtime.test_samples import Crossed, Inputs, Samples, make
 
@@ -241,3 +245,27 @@ def test_other_recordings_and_masks_are_refused() -> None:
         denoiser.edit([maskfx.EditStep(call, torch.ones(8, 10).bool(), kept)])
     with pytest.raises(maskfx.CacheError):
         denoiser.edit([maskfx.EditStep(of_sizes([SIZES[0]] * 2), torch.ones(8, 10).bool(), kept)])
+
+
+class Padded(SidesOfEach):
+    """Tokens are padded to one length; the pictures that rows of a tensor cut out are listed."""
+
+    def forward(  # type: ignore[override]
+        self, sample: Tensor, timestep: Tensor, context: Tensor, img_sizes: Tensor
+    ) -> list[Tensor]:
+        x = self.mixed(self.first(sample), timestep, context)
+        sides = enumerate(img_sizes.tolist())
+        return [x[i, : h * w].reshape(h, w, -1).movedim(2, 0)[None] for i, (h, w) in sides]
+
+
+def test_padded_tokens_of_pictures_of_different_sizes() -> None:
+    denoiser = maskfx.compile(built(Padded))
+    call = OWN["sides-of-each"].inputs(Plain(2, 6, 6, 5), 0)
+    call["img_sizes"] = torch.tensor([[6, 6], [4, 8]])
+    wanted = denoiser.module(**call)
+    output, kept = denoiser.record(**call)
+    assert denoiser.mask_shape(call) == (6 * 6 + 4 * 8,)
+    edited = denoiser.edit([maskfx.EditStep(call, masked(denoiser, call), kept)])[0]
+    for found in (output, edited):
+        assert error(found, wanted) < TOLERANCE
+    assert len(kept.samples) == 2

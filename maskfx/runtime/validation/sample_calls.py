@@ -137,10 +137,10 @@ class SampleCalls:
     ) -> Join | str:
         """Return how the results of samples are joined, or why they can't be computed one by one.
 
-        Samples in lists come out in lists; in the results of other calls each item has a batch.
+        Samples in lists come out in sequences; other calls may return them in one, or in batches.
         """
         listed = bool(count_listed(inputs))
-        ways = [Join(list), Join(tuple)] if listed else [Join()]
+        ways = [Join(list), Join(tuple)] if listed else [Join(), Join(list), Join(tuple)]
         if not calls or len(calls) == 1 and unchanged(calls[0], inputs):
             return ways[0]
         shapes = [shapes_of(call) for call in calls]
