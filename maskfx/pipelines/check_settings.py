@@ -85,13 +85,15 @@ def check_types(where: str, given: Mapping[str, object]) -> None:
             )
 
 
-def check_costs(
-    costs: Mapping[str, Costs], modules: Mapping[str, object], settings: Settings
+def check_plans(
+    costs: Mapping[str, Costs], keep: str, modules: Mapping[str, object], settings: Settings
 ) -> None:
-    if costs and settings.plans is False:
-        raise InputError(
-            "costs= has no effect with plans=False; leave plans out, or use plans=True"
-        )
+    """Raise InputError for costs of other denoisers, and for what plans alone use without plans."""
+    for name in [name for name, given in (("costs", costs), ("keep", keep != "both")) if given]:
+        if settings.plans is False:
+            raise InputError(
+                f"{name}= has no effect with plans=False; leave plans out, or use plans=True"
+            )
     unknown = sorted(costs.keys() - modules.keys())
     if unknown:
         raise InputError(

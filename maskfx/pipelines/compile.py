@@ -23,7 +23,7 @@ from maskfx.pipelines.adapters.late_lora import Loras
 from maskfx.pipelines.call import PipelineCall
 from maskfx.pipelines.call_checks import template_name
 from maskfx.pipelines.call_signatures import call_of_class, with_options
-from maskfx.pipelines.check_settings import check_budget, check_costs
+from maskfx.pipelines.check_settings import check_budget, check_plans
 from maskfx.pipelines.encoder_cache import REMEMBER, EncoderCache, Encoders
 from maskfx.pipelines.handlers.autoencoder import find_methods, method_of, same_method
 from maskfx.pipelines.parts.modular import blocks_of, call_of_blocks, hide_errors
@@ -257,7 +257,7 @@ def compile_pipeline(
             f"{sorted(pipe.components)} has a forward with a timestep argument; pass the denoiser "
             "module itself to maskfx.compile()"
         )
-    check_costs(costs or {}, modules, settings)
+    check_plans(costs or {}, keep if budget is None else "both", modules, settings)
     usual, kept = Quality.of(quality), EncoderCache(remember)
     if usual.patches is not None and settings.mode != "dense":
         settings = replace(settings, stretches=True)

@@ -10,6 +10,7 @@ import maskfx
 from maskfx.api import ACCEPTED
 from maskfx.pipelines.check_settings import check_names
 from maskfx.pipelines.compile import compile_pipeline
+from maskfx.runtime.planner.costs import Costs
 from tests.factories.pipelines import PIPES
 
 NAME = "FluxInpaintPipeline"
@@ -44,6 +45,18 @@ def test_a_wrong_argument_of_compile(wrong: dict[str, Any], message: str) -> Non
     with pytest.raises(maskfx.InputError, match=rf"^compile\({NAME}\): {message}"):
         maskfx.compile(pipe, **wrong)
     assert not any("maskfx" in name for name in vars(pipe))
+
+
+@pytest.mark.parametrize(
+    "given", [{"keep": "keys"}, {"costs": {"transformer": Costs((), (), 0.0, 0.0, 0.0)}}]
+)
+def test_what_plans_alone_use_is_refused_without_them(given: dict[str, Any]) -> None:
+    pipe = PIPES[NAME].build()
+    [name] = given
+    with pytest.raises(maskfx.InputError, match=f"^{name}= has no effect with plans=False; leave"):
+        maskfx.compile(pipe, plans=False, **given)
+    assert not any("maskfx" in name for name in vars(pipe))
+    maskfx.compile(pipe, **given)
 
 
 def test_an_unknown_argument_is_a_type_error_too() -> None:
