@@ -57,6 +57,7 @@ NAMES: dict[str, tuple[type, tuple[str, ...]]] = {
     "net_link_bytes_total": (Counter, ("direction",)),
     "patch_sites_total": (Counter, ("state",)),
     "patch_stretch_sites_total": (Counter, ("stretch", "state")),
+    "mixed_steps_total": (Counter, ("way",)),
     "plan_bubble_seconds": (Histogram, ()),
     "slo_attained_total": (Counter, ()),
     "workers": (Gauge, ("node",)),

@@ -326,7 +326,7 @@ def test_guess_mode_is_that_of_diffusers(spoken: Path, served: Served) -> None:
 def union(request: pytest.FixtureRequest) -> Iterator[Served]:
     """A ControlNet that takes images of several kinds at once, compiled in each mode."""
 
-    def compiling(quality: Any, tiers: Any, loader: Any, programs: Any, plans: Any) -> Any:
+    def compiling(quality: Any, tiers: Any, loader: Any, *_: Any, **__: Any) -> Any:
         return partial(
             maskfx.compile, mode=request.param, quality=quality, tiers=tiers, loader=loader
         )
