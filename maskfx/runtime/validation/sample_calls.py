@@ -113,7 +113,7 @@ class SampleCalls:
         if not pictures.counts or has_meta(self.module, leaves):
             return ()
         calls = pictures.calls(self._arguments.view)
-        kind = "packed", structure, sum(pictures.counts)
+        kind = "packed", structure, tuple(pictures.counts), shapes_of(inputs)
         if kind not in self._joins:
             self._joins[kind] = self._compared(inputs, calls, [PACKED])
         if self._joins[kind] != PACKED:
