@@ -89,11 +89,11 @@ def check_plans(
     costs: Mapping[str, Costs], keep: str, modules: Mapping[str, object], settings: Settings
 ) -> None:
     """Raise InputError for costs of other denoisers, and for what plans alone use without plans."""
-    for name in [name for name, given in (("costs", costs), ("keep", keep != "both")) if given]:
-        if settings.plans is False:
-            raise InputError(
-                f"{name}= has no effect with plans=False; leave plans out, or use plans=True"
-            )
+    given = [name for name, one in (("costs", costs), ("keep", keep != "both")) if one]
+    if given and settings.plans is False:
+        raise InputError(
+            f"{given[0]}= has no effect with plans=False; leave plans out, or use plans=True"
+        )
     unknown = sorted(costs.keys() - modules.keys())
     if unknown:
         raise InputError(

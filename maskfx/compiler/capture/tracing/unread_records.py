@@ -15,6 +15,8 @@ from typing import Any
 from torch.fx import _lazy_graph_module, proxy
 from torch.fx.experimental import proxy_tensor
 
+DESCRIBE = "_extract_tensor_metadata"  # of a value that the node has too
+
 
 @contextlib.contextmanager
 def without_records() -> Iterator[None]:
@@ -51,11 +53,5 @@ class NoStack:
         return None
 
 
-DESCRIBE = "_extract_tensor_metadata"  # of a value that the node has too
-
-
 def described(value: object) -> None:
     """Stand in for the function that describes a value."""
-
-
-__all__ = ["replaced", "without_records"]
