@@ -8,7 +8,7 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
@@ -63,6 +63,7 @@ class Ledger:
     wait: Callable[[ValueSource], None] = lambda source: None  # for a call that runs elsewhere
     calls: list[object] = field(default_factory=list)
     derived: list[DeferredOperation] = field(default_factory=list)
+    shapes: dict[Hashable, Any] = field(default_factory=dict)  # of operations' results
     _keys: tuple[DispatchKeySet, DispatchKeySet] = field(default_factory=dispatch_keys)
 
     def settle(self) -> None:
@@ -137,7 +138,7 @@ class Deferred(Tensor):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        pending = [t for t in pytree.tree_leaves((args, kwargs)) if is_pending(t)]
+        pending = pending_in((args, kwargs))
         if not pending or not is_cheap(func):
             if pending and (plain := changes_only(func, args)) is not None:
                 return change(args[0], plain, args, kwargs)
@@ -231,14 +232,34 @@ def derive(
     device: torch.device,
 ) -> Any:
     """Run an operation on shapes now, and on values when the ledger is settled."""
-    shaped_args, shaped_kwargs = pytree.tree_map(shape_of, (args, kwargs))
-    if "device" in shaped_kwargs:
-        shaped_kwargs["device"] = torch.device("meta")
-    shapes = func(*shaped_args, **shaped_kwargs)
-    hold((args, kwargs))
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    key = (func, spec, *map(form_of, leaves))
+    shapes = ledger.shapes.get(key)
+    if shapes is None:
+        shapes = ledger.shapes[key] = shapes_of(func, args, kwargs)
+    for leaf in leaves:
+        if isinstance(leaf, Deferred):
+            leaf.used = True
     operation = DeferredOperation(func, args, kwargs)
     ledger.derived.append(operation)
     return deferred_like(shapes, device, ledger, operation)
+
+
+def form_of(value: object) -> Hashable:
+    """Return what the shape of an operation's result may depend on in one of its arguments."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    return type(value), value
+
+
+def shapes_of(
+    func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
+    """Run an operation on shapes."""
+    shaped_args, shaped_kwargs = pytree.tree_map(shape_of, (args, kwargs))
+    if "device" in shaped_kwargs:
+        shaped_kwargs["device"] = torch.device("meta")
+    return func(*shaped_args, **shaped_kwargs)
 
 
 def hold(tree: object) -> None:

@@ -1,6 +1,6 @@
 """Deferred tensors: the cheap stays deferred, what needs numbers settles all that is pending."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -145,3 +145,30 @@ def test_forced_replaces_them_anywhere(context: Desk) -> None:
     assert type(found["a"][0]) is Tensor
     assert found["b"][1] == "text"
     assert context.settled == [1]
+
+
+def test_shapes_are_those_of_an_operation_with_its_own_arguments(context: Desk) -> None:
+    """Results of equal operations on equal shapes have one shape, found once; others their own."""
+    whole = torch.arange(6).reshape(2, 3)
+    value, turned = context.defer(whole), context.defer(whole.t().contiguous().t())
+    changes: list[Callable[[Any], Any]] = [
+        lambda x: x * 1,
+        lambda x: x * 1.0,
+        lambda x: x[:1],
+        lambda x: x[:, :1],
+        lambda x: x + torch.ones(4, 2, 3),
+        lambda x: x + torch.ones(4, 1, 1, dtype=torch.float64),
+        lambda x: torch.cat([x, x]),
+        lambda x: torch.cat([x, x, x]),
+    ]
+    for made, own in ((value, whole), (turned, whole.t().contiguous().t())):
+        for change in changes:
+            seen, real = change(made), change(own)
+            assert seen.shape == real.shape
+            assert seen.dtype == real.dtype
+            assert seen.stride() == real.stride()
+            assert change(made).pending
+    known = len(context.ledger.shapes)
+    assert (value * 1).pending
+    assert len(context.ledger.shapes) == known
+    assert torch.equal(force_all(value * 1.0), whole * 1.0)
