@@ -1,11 +1,12 @@
 """PatchedServe's workload: whole pictures of three sizes with deadlines, and what serves them.
 
-    python -m bench.simulate.whole_pictures [--models NAME ...] [--workers 1 8] [--out FILE]
+    python -m bench.simulate.whole_pictures [--models NAME ...] [--workers 1 8]
+        [--deadlines 1 2 3 4 5] [--bursts 1 3] [--out FILE]
 
-Pictures of three sizes in equal parts, Poisson arrivals, deadlines of 5 times what the picture
-takes alone with all of its steps and patches, at most 16 requests in a batch; each side serves the
-same arrivals. Load 1 is what a worker can do whose 16 slots are always taken by requests of all
-sizes that compute everything.
+Pictures of three sizes in equal parts, Poisson arrivals (or gamma, in bursts), deadlines of 5 times
+what the picture takes alone with all of its steps and patches, at most 16 requests in a batch; each
+side serves the same arrivals. Load 1 is what a worker can do whose 16 slots are always taken by
+requests of all sizes that compute everything.
 
 fixed batches      of one size, first come, first served; no request joins under way
 one by one         in the order of arrival, as the paper runs DistriFusion, on a device of its own
@@ -28,7 +29,8 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +221,22 @@ def full_share(costs: FittedCosts, work: Work) -> float:
     return work.steps * (costs.part(work).compute + (costs.base + costs.per_size) / SLOTS)
 
 
-def drawn(setting: Setting, count: int, load: float, workers: int, seed: int) -> list[Demand]:
+@dataclass(frozen=True)
+class Arrivals:
+    """How requests come.
+
+    Args:
+        workers: That serve them.
+        deadline: Times what a request takes alone.
+        burst: Coefficient of variation between arrivals; 1: Poisson.
+    """
+
+    workers: int = 1
+    deadline: float = DEADLINE
+    burst: float = 1.0
+
+
+def drawn(setting: Setting, count: int, load: float, by: Arrivals, seed: int) -> list[Demand]:
     """Return the requests, in the order of their arrival, with all steps and patches."""
     works = [
         Work(side**2, side**2, setting.steps, setting.branches, kind=StepKind.DENSE)
@@ -227,11 +244,11 @@ def drawn(setting: Setting, count: int, load: float, workers: int, seed: int) ->
     ]
     each = statistics.mean(full_share(setting.costs, work) for work in works)
     draw = np.random.default_rng(seed)
-    times = np.cumsum(gaps(count, load * workers / each, 1.0, draw)).tolist()
+    times = np.cumsum(gaps(count, load * by.workers / each, by.burst, draw)).tolist()
     which = draw.integers(0, len(works), count).tolist()
     alone = [setting.costs.solo(work) for work in works]
     return [
-        Demand(str(number), works[size], at, at + DEADLINE * alone[size])
+        Demand(str(number), works[size], at, at + by.deadline * alone[size])
         for number, (at, size) in enumerate(zip(times, which, strict=True))
     ]
 
@@ -259,14 +276,14 @@ def bound(setting: Setting, demands: Sequence[Demand], workers: int) -> float:
     ) / len(demands)
 
 
-def curve(name: str, workers: int, loads: Sequence[float], count: int) -> list[Row]:
+def curve(name: str, by: Arrivals, loads: Sequence[float], count: int) -> list[Row]:
     setting, rows = SETTINGS[name](), []
     for load in loads:
-        traces = [drawn(setting, count * workers, load, workers, seed) for seed in SEEDS]
-        row: Row = {"setting": name, "workers": workers, "load": load}
+        traces = [drawn(setting, count * by.workers, load, by, seed) for seed in SEEDS]
+        row: Row = {"setting": name, **asdict(by), "load": load}
         for title, side in SIDES.items():
-            row[title] = statistics.median(served(side, setting, t, workers) for t in traces)
-        row["bound"] = statistics.median(bound(setting, t, workers) for t in traces)
+            row[title] = statistics.median(served(side, setting, t, by.workers) for t in traces)
+        row["bound"] = statistics.median(bound(setting, t, by.workers) for t in traces)
         rows.append(tell(row))
     return rows
 
@@ -309,6 +326,8 @@ def main(command: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--models", nargs="*", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--workers", type=int, nargs="*", default=[1])
+    parser.add_argument("--deadlines", type=float, nargs="*", default=[DEADLINE])
+    parser.add_argument("--bursts", type=float, nargs="*", default=[1.0])
     parser.add_argument("--loads", type=float, nargs="*", default=list(LOADS))
     parser.add_argument("--requests", type=int, default=600, help="per worker, seed and figure")
     parser.add_argument("--out", default=str(RESULTS / "simulate-whole-pictures.json"))
@@ -322,12 +341,14 @@ def main(command: Sequence[str] | None = None) -> None:
         "summary": {},
         "curves": [],
     }
-    for name in given.models:
-        for workers in given.workers:
-            rows = curve(name, workers, given.loads, given.requests)
-            result["curves"] += rows
-            result["summary"][f"{name}, {workers}"] = summary(rows)
-            write_json(Path(given.out), result)
+    for name, *how in product(given.models, given.workers, given.deadlines, given.bursts):
+        by = Arrivals(*how)
+        rows = curve(name, by, given.loads, given.requests)
+        result["curves"] += rows
+        result["summary"][f"{name}, {by.workers}, {by.deadline:g} times, burst {by.burst:g}"] = (
+            summary(rows)
+        )
+        write_json(Path(given.out), result)
 
 
 if __name__ == "__main__":

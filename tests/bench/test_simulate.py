@@ -15,6 +15,7 @@ from bench.simulate.traffic import FITTED, MASKS, demands, gaps, ratios, read_tr
 from bench.simulate.whole_pictures import (
     OWN,
     SIDES,
+    Arrivals,
     Side,
     bound,
     drawn,
@@ -250,11 +251,25 @@ def test_a_bound_is_what_a_single_worker_can_do() -> None:
 
 def test_no_side_of_whole_pictures_exceeds_the_bound() -> None:
     setting = reported(2.4, 0.02, 1.5, "a file")
-    trace = drawn(setting, 80, 1.6, 1, 5)
+    trace = drawn(setting, 80, 1.6, Arrivals(), 5)
     shares = {name: served(side, setting, trace, 1) for name, side in SIDES.items()}
     most = bound(setting, trace, 1)
     assert shares["patches kept"] < shares[OWN] <= most < 1 + 1e-9
     assert max(shares["one by one"], shares["fixed batches"]) < shares[OWN]
+
+
+def test_pictures_arrive_in_bursts_with_deadlines_of_any_multiple() -> None:
+    setting = reported(2.4, 0.02, 1.5, "a file")
+    tight, loose = (drawn(setting, 300, 1.0, Arrivals(deadline=d), 5) for d in (1.5, 3.0))
+    for one, other in zip(tight, loose, strict=True):
+        assert one.arrived == other.arrived
+        assert other.due - other.arrived == pytest.approx(2 * (one.due - one.arrived))
+    spreads = []
+    for burst in (1.0, 3.0):
+        times = [d.arrived for d in drawn(setting, 3000, 1.0, Arrivals(burst=burst), 5)]
+        between = np.diff(times)
+        spreads.append(between.std() / between.mean())
+    assert spreads == pytest.approx([1.0, 3.0], rel=0.15)
 
 
 def test_a_batch_of_all_sizes_gains_what_the_paper_reports() -> None:
