@@ -198,5 +198,8 @@ def header(module: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result to a file; in a folder, whose script wants a file's name, to `result.json`."""
+    if path.is_dir():
+        path = path / "result.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
