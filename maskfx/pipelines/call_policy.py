@@ -56,7 +56,7 @@ class EditPolicy:
             return CallKind.DENSE
         if self.recorded is not None:
             return CallKind.DENSE if self.whole else CallKind.TEMPLATE
-        reads_none = self.quality.refresh == 1 and self.quality.patches is None
+        reads_none = (self.whole or self.quality.refresh == 1) and self.quality.patches is None
         return CallKind.DENSE if reads_none else CallKind.SESSION
 
     def following(self, step: int, steps: int | None) -> int | None:

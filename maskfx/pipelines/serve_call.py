@@ -188,6 +188,7 @@ def run_edit(call: PipelineCall, masks: Tensor, row: int) -> tuple[object, EditH
     """
     state, passed = call.state, call.options.template is not None
     mask, several = masks.any(0), state.makes_video and len(masks) > 1
+    everything = bool(masks.all() if several else mask.all())
     modules = (denoiser.module for denoiser in state.denoisers.values())
     channels = [n for module in modules for n in latent_channels(module)]
     length = call.frames_made(len(masks)) if state.makes_video else 1
@@ -197,7 +198,8 @@ def run_edit(call: PipelineCall, masks: Tensor, row: int) -> tuple[object, EditH
     chances = CHANCES
     while True:
         try:
-            source = find_template(call, mismatched)
+            # an edit of everything reads nothing of a template
+            source = None if everything and not passed else find_template(call, mismatched)
         except RecordingInterrupted as interrupted:
             state.notes[str(interrupted)] += 1
             ending = InterruptedHandler(mask, call.quality, None, state.notes, row, pipe=call.pipe)

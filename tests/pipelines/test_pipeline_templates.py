@@ -344,3 +344,35 @@ def with_states(name: str) -> dict[str, Any]:
     length = given["max_sequence_length"]
     states, pooled, _ = plain(name).encode_prompt(prompt, None, max_sequence_length=length)
     return given | {"prompt_embeds": states, "pooled_prompt_embeds": pooled}
+
+
+# A whole picture.
+
+
+@pytest.mark.parametrize("name", ["FluxInpaintPipeline", "StableDiffusionInpaintPipeline"])
+def test_an_edit_of_everything_records_nothing_and_is_the_pipelines_own(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, pipe = Steps(monkeypatch), anew(name)
+    for seed in (0, 1):
+        given = call_of(PIPES[name], seed, white()) | {"image": picture(seed)}
+        wanted = latents(plain(name), **given)
+        given = call_of(PIPES[name], seed, white()) | {"image": picture(seed)}
+        assert distance(latents(pipe, **given), wanted) < 1e-6
+    assert steps.kinds() == {"itself"}
+    library = pipeline_state_of(pipe).library
+    assert not library.stored_templates()
+    part = call_of(PIPES[name], 1, square()) | {"image": picture(1)}
+    latents(pipe, **part)
+    assert "RecordStep" in steps.kinds()
+    [template] = library.stored_templates()
+    part = call_of(PIPES[name], 1, white()) | {"image": picture(1)}
+    result = pipe(**part, template=template.name)
+    assert result.template.name == template.name
+
+
+def test_patches_of_a_whole_picture_are_still_kept() -> None:
+    name, quality = "FluxInpaintPipeline", Quality(patches=10.0, every=1)
+    pipe = maskfx.compile(PIPES[name].build(), quality=quality)
+    latents(pipe, **call_of(PIPES[name], 0, white(), num_inference_steps=8))
+    assert 0 < pipeline_state_of(pipe).patches.share < 1
