@@ -214,6 +214,15 @@ class Capture:
         return self.guards is None
 
     @property
+    def fixed(self) -> dict[int, Any]:
+        """The arguments whose values stand in the graph; of sides in tensors it has sizes."""
+        return {i: v for i, v in self.constants.items() if not self.is_sides(i)}
+
+    def is_sides(self, index: int) -> bool:
+        """Return True for a tensor that the graph takes, with sides of the picture in it."""
+        return bool(self.leaves[index].sides) and not self.leaves[index].held
+
+    @property
     def of_one_sample(self) -> bool:
         """Whether the graph is for calls of one sample, or of a list, of which one is captured."""
         return self.single or not any("batch" in leaf.roles for leaf in self.leaves)
