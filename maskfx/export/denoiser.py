@@ -123,7 +123,7 @@ class ExportedDenoiser(CompiledDenoiser):
         given = {
             str(node.target): value
             for index, (node, value) in enumerate(zip(places, values, strict=True))
-            if index not in capture.constants
+            if index not in capture.fixed
         }
         return self.graphs.run("dense", given)
 

@@ -16,7 +16,7 @@ from maskfx.compiler.compile import Compilation
 from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts
 from maskfx.export.manifest import FORMAT, check
-from maskfx.export.value_tables import IN_ROWS, Item, ValueTables, dtype_name, slug
+from maskfx.export.value_tables import IN_ROWS, Item, ValueTables, dtype_name
 from maskfx.ir.json_values import Json
 from maskfx.ir.program import Interface
 from maskfx.ir.pyramid import Level
@@ -95,17 +95,19 @@ def describe_arguments(capture: Capture, tables: ValueTables) -> list[Item]:
     for index, (leaf, value) in enumerate(zip(capture.leaves, values, strict=True)):
         if leaf.tensor:
             dims = [
-                size
-                if is_fixed(role) and role != "frames"
-                else tables.dimension(role_name(role), kind="role", role=role)
-                for role, size in zip(leaf.roles, capture.features[index], strict=True)
+                size if is_fixed(role) and role != "frames" else tables.role(role)
+                for role, size in zip(leaf.roles, capture.features[index], strict=False)
             ]
-            found.append(describe_tensor(leaf, value, dims))
+            item = describe_tensor(leaf, value, dims)
+            numbers = capture.features[index][len(leaf.roles) :]
+            if leaf.sides:
+                item["sides"] = [r or n for r, n in zip(leaf.sides, numbers, strict=True)]
+            found.append(item)
         elif index in capture.constants:
             constant = plain(capture.constants[index])
             found.append({"kind": "constant", "name": leaf.path, "value": constant})
         else:
-            item: Item = {"kind": "number", "name": leaf.path, "value": hint(value)}
+            item = {"kind": "number", "name": leaf.path, "value": hint(value)}
             for axis, width in map(axis_of, leaf.roles):
                 item |= {"role": axis} if is_size(axis) else {}
                 item |= {"pixels": width} if width > 1 else {}
@@ -132,7 +134,8 @@ def describe_tensor(leaf: Argument, value: object, dims: list[int | str]) -> Ite
 
 def fixed_sizes(capture: Capture) -> dict[str, int | None]:
     """Return, by role, the only size that the graphs compute, or None for any."""
-    roles = dict.fromkeys(role for leaf in capture.leaves for role in leaf.roles if is_size(role))
+    shown = ((*leaf.roles, *(axis_of(r)[0] for r in leaf.sides)) for leaf in capture.leaves)
+    roles = dict.fromkeys(role for own in shown for role in own if is_size(role))
     fixed = {role: n for role, n in capture.symbols.items() if isinstance(n, int)}
     fixed |= capture.frozen or {}
     if capture.pyramid.frames > 1:
@@ -144,10 +147,6 @@ def fixed_sizes(capture: Capture) -> dict[str, int | None]:
 def is_size(role: str) -> bool:
     """Return True for a role that is no scaled one: its size is one of the call's."""
     return role in ("batch", "frames", "y", "x", "tokens") or role.startswith("text:")
-
-
-def role_name(role: str) -> str:
-    return "size_" + slug([role.replace("/", "_by_").replace("*", "_times_")])
 
 
 def hint(value: object) -> int | float:

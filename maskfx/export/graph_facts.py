@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from maskfx.compiler.capture.arguments.grid_numbers import axis_of
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import Compilation
 from maskfx.compiler.source_dtypes import dtype_of
@@ -21,6 +22,7 @@ from maskfx.ir.cuts import piece_of
 from maskfx.ir.lanes import Lane, Tokens, padded
 from maskfx.ir.program import Interface, SideGraph
 from maskfx.ir.sources import Given, Pairs, Source
+from maskfx.ops.number_at import number_at
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,17 @@ class WholeArgument:
     index: int
 
 
-AnySource = Source | WholeArgument
+@dataclass(frozen=True)
+class ArgumentNumber:
+    """The number at a place of a flattened argument, in units of `width`: a side of the picture."""
+
+    index: int
+    place: int
+    width: int
+    axis: str
+
+
+AnySource = Source | WholeArgument | ArgumentNumber
 
 
 @dataclass(frozen=True)
@@ -130,7 +142,8 @@ def side_graph(capture: Capture, side: SideGraph) -> GraphFacts:
     for number, (node, lane) in enumerate(zip(outputs_of(side.module), side.lanes, strict=True)):
         value = node_value(node)
         outputs.append(GraphOutput(f"value_{number}", value.dtype, lane, shape=known_shape(value)))
-    return GraphFacts({names[i]: inputs[names[i]] for i in side.used}, outputs)
+    used = {names[i]: inputs[names[i]] for i in side.used}
+    return GraphFacts({**used, **number_inputs(capture, side.module)}, outputs)
 
 
 def dense_graph(capture: Capture, lanes: Sequence[Lane | None]) -> GraphFacts:
@@ -142,8 +155,9 @@ def dense_graph(capture: Capture, lanes: Sequence[Lane | None]) -> GraphFacts:
         name, known = f"output_{number}", lane if has_known_rows(lane) else None
         outputs.append(GraphOutput(name, value.dtype, known, shape=known_shape(value)))
     inputs = argument_inputs(capture)
-    names = [name for i, name in enumerate(inputs) if i not in capture.constants]
-    return GraphFacts({name: inputs[name] for name in names}, outputs)
+    names = [name for i, name in enumerate(inputs) if i not in capture.fixed]
+    used = {name: inputs[name] for name in names}
+    return GraphFacts({**used, **number_inputs(capture, capture.module)}, outputs)
 
 
 def argument_inputs(capture: Capture) -> dict[str, GraphInput]:
@@ -156,6 +170,26 @@ def argument_inputs(capture: Capture) -> dict[str, GraphInput]:
         dtype = value.dtype if isinstance(value, Tensor) else torch.int64
         found[str(node.target)] = GraphInput(WholeArgument(index), dtype)
     return found
+
+
+def number_inputs(capture: Capture, graph: fx.GraphModule) -> dict[str, GraphInput]:
+    """Return the inputs that give the sides that a graph reads from tensors."""
+    paths = list(argument_inputs(capture))
+    found = {}
+    for node in graph.graph.find_nodes(op="call_function", target=number_at):
+        tensor, place, width = node.args
+        index = paths.index(str(tensor.target))
+        axis = axis_of(capture.leaves[index].sides[place])[0]
+        source = ArgumentNumber(index, place, width, axis)
+        found[number_name(node)] = GraphInput(source, torch.int64)
+    return found
+
+
+def number_name(node: fx.Node) -> str:
+    """Return the name of the input that gives a number in a tensor."""
+    tensor, place, _ = node.args
+    assert isinstance(tensor, fx.Node), "the number is read from an argument"
+    return f"{tensor.target}_number_{place}"
 
 
 def node_value(node: fx.Node) -> Tensor:

@@ -12,6 +12,7 @@ from maskfx.errors import InputError
 from maskfx.export.torch_tensorrt import SUFFIX
 from maskfx.ir.json_values import Document
 from maskfx.ir.program import Program
+from maskfx.ops.number_at import number_at
 from maskfx.runtime.backends.graph_files import GraphFile, open_graph
 from maskfx.runtime.backends.graph_function import Fetch, Run
 
@@ -37,7 +38,7 @@ class GraphSet:
     def run(self, name: str, inputs: Mapping[str, Tensor | int]) -> list[Tensor]:
         """Run a graph on inputs with the names, shapes and dtypes of the manifest.
 
-        A number is given to the graph as the length of an input.
+        A number is given to the graph as the length of an input, as is one in a tensor.
         """
         if not self.has(name):
             part = PARTS_WITH.get(name, "masked or all")
@@ -72,6 +73,12 @@ class GraphSet:
         found = {}
         for value in self.manifest["graphs"][name]["inputs"]:
             place = f"{self.directory.name}: input {value['name']!r} of graph {name!r}"
+            source = value["source"]
+            if source["kind"] == "number_at":
+                path = self.manifest["arguments"][source["index"]]["name"]
+                tensor = torch.as_tensor(inputs["_".join(path.split("."))])
+                side = number_at(tensor, source["place"], source["width"])
+                inputs = {**inputs, value["name"]: side}
             if value["name"] not in inputs:
                 raise InputError(f"{place} is missing; the inputs are {sorted(inputs)}")
             found_here = inputs[value["name"]]

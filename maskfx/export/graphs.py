@@ -24,10 +24,11 @@ from maskfx.compiler.lower import lower
 from maskfx.compiler.real_inputs import with_real_inputs
 from maskfx.compiler.rows_export import blank_inputs, export_rows
 from maskfx.errors import InputError
-from maskfx.export.graph_facts import GraphFacts, compiled_graphs, outputs_of
+from maskfx.export.graph_facts import GraphFacts, compiled_graphs, number_name, outputs_of
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.nodes import module_path
 from maskfx.ir.program import Program
+from maskfx.ops.number_at import number_at
 
 PARTS = {
     "masked": ("edit", "side_request", "side_dense"),
@@ -104,7 +105,7 @@ def check_exportable(compilation: Compilation, part: str) -> None:
             'no format has operators for yet; export part="dense", or run the denoiser here'
         )
     for index, (leaf, node) in enumerate(zip(capture.leaves, arguments_of(capture), strict=True)):
-        if leaf.held or leaf.sides:
+        if leaf.held:
             raise InputError(
                 f"export: the sizes of the graphs depend on the values of {leaf.path}, so that "
                 "they are right for these alone; run the denoiser here, or export one that takes "
@@ -132,9 +133,10 @@ def is_integer(value: object) -> bool:
 def with_inputs(graph: fx.GraphModule, names: Collection[str], capture: Capture) -> fx.GraphModule:
     """Return a graph over all flattened arguments as one over these; others are constants.
 
-    A number becomes the length of an input, which every format has as a symbol.
+    A number becomes the length of an input, which every format has as a symbol; so does one that
+    the graph reads from a tensor.
     """
-    constants, arguments = capture.constants, arguments_of(capture)
+    constants, arguments = capture.fixed, arguments_of(capture)
     numbers = {str(n.target) for n in arguments if is_integer(n.meta.get("val"))}
     made = fx.Graph()
     values: dict[fx.Node, fx.node.Argument] = {}
@@ -142,13 +144,15 @@ def with_inputs(graph: fx.GraphModule, names: Collection[str], capture: Capture)
     for index, node in enumerate(places):
         name = str(node.target)
         values[node] = made.placeholder(name) if name in names else constants.get(index)
-    for node in places:
-        if str(node.target) in numbers.intersection(names):
+    read = graph.graph.find_nodes(op="call_function", target=number_at)
+    values |= {node: made.placeholder(number_name(node)) for node in read}
+    for node in (*places, *read):
+        if node in read or str(node.target) in numbers.intersection(names):
             values[node] = made.call_function(torch.ops.aten.sym_size.int, (values[node], 0))
     for node in graph.graph.nodes:
         if node.op == "output":
             made.output(tuple(fx.map_arg(node.args[0], values.__getitem__)))
-        elif node.op != "placeholder":
+        elif node not in values:
             values[node] = made.node_copy(node, values.__getitem__)
     return fx.GraphModule(graph, made)
 
@@ -184,6 +188,9 @@ def graph_of(compilation: Compilation, name: str, facts: GraphFacts) -> Exported
         for node, leaf in zip(places, capture.leaves, strict=True)
         if str(node.target) in facts.inputs
     }
+    for node in graph.graph.find_nodes(op="call_function", target=number_at):
+        example[number_name(node)] = example_of(node)
+        free[number_name(node)] = [0]
     free = {name: [a for a in axes if example[name].shape[a] > 1] for name, axes in free.items()}
     module = with_inputs(graph, facts.inputs, capture)
     return ExportedGraph(facts, module, example, free)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from maskfx.errors import InputError
 from maskfx.export.graph_facts import (
     AnySource,
+    ArgumentNumber,
     GraphFacts,
     GraphInput,
     GraphOutput,
@@ -212,6 +213,8 @@ class ValueTables:
                 return {"kind": "pair_table", **self.given(value), **axes}
             case WholeArgument(index):
                 return {"kind": "argument", "index": index}
+            case ArgumentNumber(index, place, width):
+                return {"kind": "number_at", "index": index, "place": place, "width": width}
             case Kept():
                 raise AssertionError("a program that chooses rows by data isn't exported")
             case (
@@ -255,6 +258,8 @@ class ValueTables:
         match value.source:
             case WholeArgument(index):
                 return self.arguments[index]
+            case ArgumentNumber(_, _, _, axis):
+                return [self.role(axis)]
             case Given(_, _, lane) if not lane.dims:
                 return self.known(value.shape)
         return [self.size(size) for size in sizes_of(value.source, self.taps)]
@@ -310,6 +315,11 @@ class ValueTables:
         """Return the dimensions of the input that gives a number by its length."""
         return [self.dimension(f"number_{slug([name])}", kind="number", argument=index)]
 
+    def role(self, role: str) -> str:
+        """Return the dimension of an argument that has a role."""
+        name = role.replace("/", "_by_").replace("*", "_times_")
+        return self.dimension(f"size_{slug([name])}", kind="role", role=role)
+
     def known(self, shape: tuple[int | None, ...] | None) -> list[int | str]:
         sizes = shape or ()
         return [self.dimension("any", kind="any") if n is None else n for n in sizes]
@@ -356,31 +366,15 @@ class ValueTables:
 
     def window(self, window: Window) -> str:
         self.names([f"grid{window.source}", f"grid{window.target}"])
-        self.windows[window.name] = {
-            "source": window.source,
-            "target": window.target,
-            "kernel": list(window.kernel),
-            "stride": list(window.stride),
-            "before": list(window.before),
-            "dilation": list(window.dilation),
-            "rounding": window.rounding,
-            "edge": window.edge,
-            "inserted": list(window.inserted),
-            "scale": list(window.scale),
-            "counts": window.counts,
-            "part": list(window.part),
-            "front": list(window.front),
-            "flat": window.flat,
-            "depth": window.depth,
-            "early": window.early,
-        }
+        fields = asdict(window).items()
+        self.windows[window.name] = {n: list(v) if isinstance(v, tuple) else v for n, v in fields}
         return window.name
 
 
 def maker(source: AnySource) -> str:
     """Return the maker of an input: the request, a side graph, the cache, or the host."""
     match source:
-        case WholeArgument():
+        case WholeArgument() | ArgumentNumber():
             return "request"
         case Given(origin) | Pairs(Given(origin)) | PairTable(Given(origin)):
             return "request" if origin == "step" else ORIGINS[origin]

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from maskfx.compiler.capture.arguments.grid_numbers import axis_of
 from maskfx.compiler.capture.arguments.roles import Argument, observed_sizes
 from maskfx.compiler.capture.captured import Capture
+from maskfx.compiler.capture.tracing.opened_sides import symbolic_side
 from maskfx.errors import CompileError, MaskfxError
 from maskfx.export.denoiser import ExportedDenoiser
 from maskfx.export.describe import hint
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.objects import copied_tree
 from maskfx.ir.values import ROUNDED
+from maskfx.ops.number_at import number_at
 from maskfx.runtime.programs.proof import uneven_mask
 from maskfx.runtime.steps import EditStep
 
@@ -124,7 +127,11 @@ def example_arguments(capture: Capture, shapes: Sequence[Sequence[int]]) -> dict
         zip(capture.leaves, capture.module.graph.find_nodes(op="placeholder"), strict=True)
     ):
         known = node.meta.get("val")
-        if leaf.tensor:
+        if leaf.sides:
+            shape, numbers = shapes[index][: len(leaf.roles)], shapes[index][len(leaf.roles) :]
+            each = [1, *shape[1:]] if leaf.roles[0] == "batch" else list(shape)
+            values.append(torch.tensor(numbers, dtype=known.dtype).view(each).expand(*shape))
+        elif leaf.tensor:
             value = example_value(leaf, list(shapes[index]), known.dtype, draw)
             values.append(value * 0 if is_index(node) else value)
         else:
@@ -159,11 +166,33 @@ def example_shapes(capture: Capture) -> list[list[tuple[int, ...]]]:
     """Return the shapes of two sets of arguments: the call's that was captured, and others."""
     assert capture.module is not None
     nodes = capture.module.graph.find_nodes(op="placeholder")
-    captured = [
+    shapes = [
         tuple(shape_hint(node.meta["val"])) if leaf.tensor else ()
         for leaf, node in zip(capture.leaves, nodes, strict=True)
     ]
     called = list(capture.features)
+    captured = with_sides(capture, shapes)
     if capture.frozen is not None or capture.fixed_batch is not None or captured == called:
         return [called]
     return [called, captured]
+
+
+def with_sides(capture: Capture, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the shapes of arguments at capture, that of a tensor with sides before its numbers."""
+    assert capture.module is not None
+    read = capture.module.graph.find_nodes(op="call_function", target=number_at)
+    places = list(capture.module.graph.find_nodes(op="placeholder"))
+    sizes = {
+        axis_of(capture.leaves[places.index(node.args[0])].sides[node.args[1]])[0]: hint(
+            node.meta["val"]
+        )
+        for node in read
+    }
+    for leaf, shape in zip(capture.leaves, shapes, strict=True):
+        sizes |= dict(zip(leaf.roles, shape, strict=False))
+    found = []
+    for leaf, shape, called in zip(capture.leaves, shapes, capture.features, strict=True):
+        numbers = zip(leaf.sides, called[len(leaf.roles) :], strict=False)
+        own = [symbolic_side(role, sizes) if role else number for role, number in numbers]
+        found.append((*shape, *own))
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.compiler.capture.arguments import roles as roles_
 from maskfx.compiler.capture.arguments.roles import Argument, Sizes
@@ -91,7 +92,7 @@ class Capture:
     autocast: list[str] = field(default_factory=autocast_dtypes)
     verdicts: dict[tuple[object, ...], bool] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
-    _compared_held: dict[int, tuple[object, int, bool]] = field(default_factory=dict)
+    _compared_held: dict[int, MutableMapping[Any, tuple[int, bool]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.module is not None:
@@ -213,6 +214,15 @@ class Capture:
         return self.guards is None
 
     @property
+    def fixed(self) -> dict[int, Any]:
+        """The arguments whose values stand in the graph; of sides in tensors it has sizes."""
+        return {i: v for i, v in self.constants.items() if not self.is_sides(i)}
+
+    def is_sides(self, index: int) -> bool:
+        """Return True for a tensor that the graph takes, with sides of the picture in it."""
+        return bool(self.leaves[index].sides) and not self.leaves[index].held
+
+    @property
     def of_one_sample(self) -> bool:
         """Whether the graph is for calls of one sample, or of a list, of which one is captured."""
         return self.single or not any("batch" in leaf.roles for leaf in self.leaves)
@@ -244,14 +254,15 @@ class Capture:
         )
 
     def _held_alike(self, index: int, value: Any) -> bool:
-        """Return True if an argument has the value that is held; the last comparison is kept."""
-        key = version_of(value)
-        known = self._compared_held.get(index)
-        if known is not None and known[0] is value and known[1] == key >= 0:
-            return known[2]
-        found = is_held(self.leaves[index], self.constants[index], value)
-        self._compared_held[index] = value, key, found
-        return found
+        """Return True if an argument has the value that is held; comparisons of it are kept."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        key, leaf = version_of(value), self.leaves[index]
+        compared = self._compared_held.setdefault(index, WeakIdKeyDictionary())
+        known = compared.get(value)
+        if known is None or not known[0] == key >= 0:
+            known = compared[value] = key, is_held(leaf, self.constants[index], value)
+        return known[1]
 
     def _other_features(self, values: Sequence[object]) -> bool:
         """Return True if a size without a role, such as channels or frames, has changed.

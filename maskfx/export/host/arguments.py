@@ -141,6 +141,16 @@ def check_shapes(manifest: Document, values: list[Any]) -> Sizes:
     sizes: Sizes = {}
     seen: dict[str, str] = {}
     scaled = []
+    given = [
+        (argument["name"], *pair)
+        for argument, value in zip(manifest["arguments"], values, strict=True)
+        for pair in sides_in(argument, value, role_of(manifest, (argument.get("dims") or [0])[0]))
+    ]
+    for name, wanted, number in given:
+        axis, _, width = str(wanted).partition("*")
+        if axis in ("frames", "y", "x"):
+            sizes.setdefault(axis, number // int(width or 1))
+            seen.setdefault(axis, name)
     for argument, value in zip(manifest["arguments"], values, strict=True):
         if argument.get("role"):
             sites = int(value) // argument.get("pixels", 1)
@@ -175,6 +185,14 @@ def check_shapes(manifest: Document, values: list[Any]) -> Sizes:
                 f"{name}: dimension {number} ({role}) is {size}, expected {wanted}; pass arguments "
                 "that agree"
             )
+    for name, wanted, number in given:
+        right = wanted if isinstance(wanted, int) else scaled_size(wanted, sizes)
+        parts = str(wanted)[:2] in ("y/", "x/") and sizes[str(wanted)[0]] % int(str(wanted)[2:])
+        if number != right or parts:
+            raise InputError(
+                f"{name}: a number in it ({wanted}) is {number}, expected {right} of a picture of "
+                f"{sizes}; pass the sides of the picture, or export the denoiser with this number"
+            )
     for role, fixed in manifest["sizes"].items():
         if role != "batch" and fixed is not None and sizes.get(role) != fixed:
             raise InputError(
@@ -184,8 +202,38 @@ def check_shapes(manifest: Document, values: list[Any]) -> Sizes:
     return sizes
 
 
+def sides_in(argument: Document, value: Any, first: str) -> list[tuple[int | str, int]]:
+    """Return the numbers in an argument that are sides, each with what the manifest states.
+
+    Args:
+        argument: the argument's description.
+        value: its value.
+        first: the role of its first dimension; if it is the batch, all samples have equal numbers.
+    """
+    wanted = argument.get("sides")
+    if not wanted:
+        return []
+    each = value[:1] if first == "batch" else value
+    if each.size != len(wanted):
+        raise InputError(
+            f"{argument['name']}: expected {len(wanted)} numbers, got {each.size}; pass {wanted}"
+        )
+    if (value != each).any():
+        raise InputError(
+            f"{argument['name']}: samples have different numbers; pass them in separate calls"
+        )
+    return list(zip(wanted, map(int, each.flat), strict=True))
+
+
+def number_at(source: Document, value: Any) -> int:
+    """Return a side of the picture that a graph reads from an argument."""
+    return int(value.reshape(-1)[source["place"]]) // int(source["width"])
+
+
 def scaled_size(role: str, sizes: Mapping[str, int]) -> int:
-    """Return the size of a dimension whose role is another's at some scale."""
+    """Return a size of the call, or of a dimension whose role is another's at some scale."""
+    if role in sizes:
+        return sizes[role]
     if role.startswith("tokens/"):
         return sizes.get("frames", 1) * sizes["y"] * sizes["x"] // int(role[7:])
     if role == "batch*frames":  # an entry for each frame of each request

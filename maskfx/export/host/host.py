@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from maskfx.errors import InputError, MissingRequest
-from maskfx.export.host.arguments import Arguments, check_arguments
+from maskfx.export.host.arguments import Arguments, check_arguments, number_at
 from maskfx.export.host.arrays import Array, Bools
 from maskfx.export.host.checks import check_edit, check_regions
 from maskfx.export.host.dimensions import dimension_size
@@ -241,11 +241,13 @@ class Host:
         """Return the inputs of a graph of full values; a number is the length of its input."""
         found = {}
         for item in graph["inputs"]:
-            index = item["source"]["index"]
-            number = self.manifest["arguments"][index]["kind"] == "number"
-            found[item["name"]] = (
-                np.zeros(int(values[index]), np.int64) if number else values[index]
-            )
+            source = item["source"]
+            value: Any = values[source["index"]]
+            if source["kind"] == "number_at":
+                value = np.zeros(number_at(source, value), np.int64)
+            elif self.manifest["arguments"][source["index"]]["kind"] == "number":
+                value = np.zeros(int(value), np.int64)
+            found[item["name"]] = value
         return found
 
     def _group(self, values: Sequence[Any], start: int, fixed: int) -> list[object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, MutableMapping
 from functools import cached_property
+from math import prod
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.ir.grids import Size, mask_at
 from maskfx.ir.pyramid import Level
+from maskfx.ir.weak_memo import WeakMemo
+
+PARTS = 64  # masks whose parts are kept
 
 
 class Mask:
@@ -102,6 +106,7 @@ class MaskCache:
 
     def __init__(self) -> None:
         self._known: MutableMapping[Tensor, tuple[int, Mask]] = WeakIdKeyDictionary()
+        self._parts: WeakMemo[list[Tensor]] = WeakMemo(PARTS)
 
     def of(self, sites: Tensor) -> Mask:
         if sites.is_inference():  # in-place changes can't be detected
@@ -110,3 +115,12 @@ class MaskCache:
         if known is None or known[0] != sites._version:
             known = self._known[sites] = sites._version, Mask(sites)
         return known[1]
+
+    def parts(self, sites: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+        """Return the parts of a flat mask that these shapes have, one after another."""
+
+        def parts() -> list[Tensor]:
+            flat = sites.detach().split(list(map(prod, shapes)))
+            return [part.view(shape).detach() for part, shape in zip(flat, shapes, strict=True)]
+
+        return self._parts.made_of([sites], parts, shapes)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from maskfx.ir.listed import is_picture
+from maskfx.ir.read_numbers import numbers_in
 from maskfx.ir.values import PLAIN_TENSORS
 
 MOST = 64  # pictures of a call
@@ -120,7 +121,7 @@ def ends_in(value: Tensor) -> list[int]:
 
 
 def whole_numbers(value: Tensor) -> list[Any]:
-    """Return the numbers of a small tensor of integers; [] for others."""
-    plain = type(value) in PLAIN_TENSORS and not value.is_meta and 0 < value.numel() <= 4 * MOST
+    """Return the numbers of a small tensor of several integers; [] for others."""
+    plain = type(value) in PLAIN_TENSORS and not value.is_meta and 1 < value.numel() <= 4 * MOST
     whole = not value.is_floating_point() and not value.is_complex()
-    return list(value.tolist()) if plain and whole and value.dtype.itemsize > 1 else []
+    return numbers_in(value) if plain and whole and value.dtype.itemsize > 1 else []

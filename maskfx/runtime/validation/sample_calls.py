@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.cache.rows import whole
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache
 from maskfx.runtime.programs.program_cache import ProgramCache
+from maskfx.runtime.sites.mask import MaskCache
 from maskfx.runtime.steps import (
     AnyStep,
     EditStep,
@@ -229,10 +229,11 @@ def late_in_samples(steps: Sequence[AnyStep]) -> list[AnyStep]:
     return [with_late(step, replace(late, run=run)) for step, run in pairs]
 
 
-def steps_of_samples(step: AnyStep, inputs: ValidatedInputs) -> list[AnyStep]:
+def steps_of_samples(step: AnyStep, inputs: ValidatedInputs, known: MaskCache) -> list[AnyStep]:
     """Return the steps of samples that have programs or picture sizes of their own.
 
-    The mask of an edit, and those of its regions, are checked, and divided where sizes differ.
+    The mask of an edit, and those of its regions, are checked, and divided where sizes differ;
+    `known` keeps the parts.
     """
     given = [dict(pytree.tree_unflatten(one.values, one.spec)) for one in inputs.samples]
     steps: list[AnyStep] = [replace(step, inputs=own) for own in given]
@@ -247,9 +248,12 @@ def steps_of_samples(step: AnyStep, inputs: ValidatedInputs) -> list[AnyStep]:
                 f"EditStep.cache was recorded with {step.cache.constants}, the inputs say "
                 f"{inputs.constants}; record it again"
             )
-        masks = divided("mask", step.mask, inputs)
+        masks = divided("mask", step.mask, inputs, known)
         plans, wides = (
-            {region: divided(f"{name}[{region}]", sites, inputs) for region, sites in of.items()}
+            {
+                region: divided(f"{name}[{region}]", sites, inputs, known)
+                for region, sites in of.items()
+            }
             for name, of in (("plan", step.plan), ("wide", step.wide))
         )
         steps = [
@@ -268,12 +272,11 @@ def steps_of_samples(step: AnyStep, inputs: ValidatedInputs) -> list[AnyStep]:
     return late_in_samples(steps)
 
 
-def divided(name: str, sites: Tensor, inputs: ValidatedInputs) -> list[Tensor]:
+def divided(name: str, sites: Tensor, inputs: ValidatedInputs, known: MaskCache) -> list[Tensor]:
     """Return a mask over the sites of each picture, given that of all of them."""
     if not inputs.pictures:
         return [sites] * len(inputs.samples)
-    parts = check_mask(sites, inputs.mask_shape, name).split(list(map(prod, inputs.pictures)))
-    return [part.view(shape) for part, shape in zip(parts, inputs.pictures, strict=True)]
+    return known.parts(check_mask(sites, inputs.mask_shape, name), inputs.pictures)
 
 
 def picture_sizes(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

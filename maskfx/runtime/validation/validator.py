@@ -108,7 +108,8 @@ class Validator:
             if not inputs.differ:
                 return replace(found, regions=self._regions(step, inputs, mask))
         if inputs.differ:
-            own = zip(steps_of_samples(step, inputs), inputs.samples, strict=True)
+            steps = steps_of_samples(step, inputs, self._masks)
+            own = zip(steps, inputs.samples, strict=True)
             found = replace(found, parts=tuple(self._call(*one) for one in own))
         return found
 

@@ -20,12 +20,14 @@ from dataclasses import dataclass, replace
 from itertools import starmap
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.arguments.grid_numbers import side_of
 from maskfx.errors import SizesDisagree
 from maskfx.ir.cuts import NUMBER
+from maskfx.ir.read_numbers import numbers_in
 
 Roles = tuple[str, ...]
 Sizes = dict[str, int]  # by role
@@ -113,8 +115,9 @@ def numbers_of(leaf: Argument, value: torch.Tensor) -> list[int]:
     """Return the numbers of the first sample in a tensor that has sides of the picture."""
     if not leaf.sides:
         return []
-    own = value[:1] if leaf.roles[0] == "batch" else value
-    return [int(n) for n in own.flatten().tolist()]
+    numbers = numbers_in(value)
+    own = numbers[:1] if leaf.roles[0] == "batch" else numbers
+    return [int(n) for n in np.ravel(own)]
 
 
 def sizes_of(leaves: Sequence[Argument], shapes: Sequence[Sequence[int]]) -> Sizes:
