@@ -87,16 +87,14 @@ class PaperScheduler:
         waiting = [w for w in waiting if not any(w is d for d in drops)]
         if not waiting:
             ids = tuple(w.request.id for w in drops)
-            return Round(now, 0.0, (), ids, ids)
+            return Round(now, (), ids, ids)
         length = self.granularity * max(w.least for w in waiting)
         groups = self._chosen(now, waiting, length)
         self._use_idle(waiting, groups, length)
         self._batch(now, waiting, groups, length)
         placed = self._placed(groups)
-        border = max((g.steps * g.seconds for g in groups), default=0.0)
         return Round(
             now,
-            border,
             tuple(
                 DeviceGroup(
                     at,

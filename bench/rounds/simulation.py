@@ -10,15 +10,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from maskfx.scheduling.block_state import BlockState
 from maskfx.scheduling.degree_costs import StepProfile
 from maskfx.scheduling.load import Demand
-from maskfx.scheduling.placement import Devices, FreeDevices
+from maskfx.scheduling.placement import BLOCK, Devices
 from maskfx.scheduling.round_plan import Round, RoundRequest
 from maskfx.scheduling.rounds import RoundScheduler
 
@@ -30,7 +30,7 @@ class DecisionTime(NamedTuple):
 
     seconds: float
     requests: int  # that it was about
-    within: bool  # whether a round was running
+    within: bool  # whether a group was at work
 
 
 @dataclass
@@ -41,9 +41,9 @@ class Outcome:
     dropped: set[str] = field(default_factory=set)
     decisions: list[DecisionTime] = field(default_factory=list)
     busy: float = 0.0  # device-seconds of groups at work
-    rounds: int = 0
+    rounds: int = 0  # of blocks
     moves: int = 0
-    within: int = 0  # groups that started within a round
+    within: int = 0  # groups that started within the round of their block
 
     def in_time(self, demands: Sequence[Demand]) -> float:
         return sum(self.ended.get(d.id, inf) <= d.due + EDGE for d in demands) / len(demands)
@@ -69,16 +69,15 @@ class Active:
 
     demand: Demand
     left: int
-    home: Devices | None = None
-    asked: RoundRequest | None = None  # the same for the scheduler; None if it changed
+    asked: RoundRequest | None = None  # the same for the scheduler, as of the last decision
 
-    def request(self) -> RoundRequest:
-        if self.asked is None:
-            demand = self.demand
-            self.asked = RoundRequest(
-                demand.id, demand.work, self.left, demand.arrived, demand.due, home=self.home
+    def request(self, home: Devices | None) -> RoundRequest:
+        asked, demand = self.asked, self.demand
+        if asked is None or asked.left != self.left or asked.home is not home:
+            self.asked = asked = RoundRequest(
+                demand.id, demand.work, self.left, demand.arrived, demand.due, home=home
             )
-        return self.asked
+        return asked
 
 
 class Decider(Protocol):
@@ -87,10 +86,6 @@ class Decider(Protocol):
     devices: int
 
     def decide(self, now: float, requests: Sequence[RoundRequest]) -> Round: ...
-
-
-# Decides about free devices until the border: the time, the border, these devices, other requests.
-Within = Callable[[float, float, FreeDevices, Sequence[RoundRequest]], Round]
 
 
 class RunningGroup(NamedTuple):
@@ -103,9 +98,9 @@ class RunningGroup(NamedTuple):
 
 
 class RoundSimulation:
-    """Carries out rounds, each until all of its groups have made their steps.
+    """Carries out decisions, which are made whenever devices are free and requests wait.
 
-    within: decides whenever a device is free before that; None: nothing starts within a round.
+    at_borders: decides when all devices are free only.
     """
 
     def __init__(
@@ -114,37 +109,39 @@ class RoundSimulation:
         demands: Sequence[Demand],
         machine: Machine,
         seed: int = 0,
-        within: Within | None = None,
+        *,
+        at_borders: bool = True,
     ) -> None:
-        self.scheduler, self.machine, self.within = scheduler, machine, within
+        self.scheduler, self.machine, self.at_borders = scheduler, machine, at_borders
         self.outcome = Outcome()
         self._draw = np.random.default_rng(seed)
         self._coming = deque(demands)
         self._active: dict[str, Active] = {}
         self._waiting: dict[str, Active] = {}  # those that aren't in a group at work
-        self._free = FreeDevices(scheduler.devices)
+        self._state = BlockState(scheduler.devices)
         self._running: list[RunningGroup] = []  # a heap
         self._started = 0
 
     def run(self) -> Outcome:
-        """Until all requests are done or dropped. A round begins at once where nothing runs."""
-        now = 0.0
-        while self._active or self._coming:
-            if not self._active:
-                now = max(now, self._coming[0].arrived)
+        """Until all requests are done or dropped."""
+        while self._active or self._coming or self._running:
+            unseen = self.at_borders and self._running
+            arrival = self._coming[0].arrived if self._coming and not unseen else inf
+            if self._running and self._running[0].end <= arrival:
+                now = self._running[0].end
+                while self._running and self._running[0].end <= now:
+                    self._end(heapq.heappop(self._running))
+            else:
+                now = arrival
+                assert now < inf, f"requests wait while all devices are free: {self._active}"
             self._arrive(now)
-            if not self._active:
-                continue
-            decided = self._timed(partial(self.scheduler.decide, now))
-            assert decided.groups or decided.drops, f"a round without steps at {now}: {decided}"
-            homes = self._carry_out(now, decided)
-            now = self._until_border(now, now + decided.length, homes)
-            for id, request in self._active.items():
-                home = homes.get(id)
-                if home != request.home:
-                    request.home, request.asked = home, None
-            self.outcome.rounds += bool(decided.groups)
+            if self._waiting and not (self._running if self.at_borders else self._full):
+                self._carry_out(now, self._timed(now))
         return self.outcome
+
+    @property
+    def _full(self) -> bool:
+        return not self._state.free.count
 
     def _arrive(self, now: float) -> None:
         while self._coming and self._coming[0].arrived <= now:
@@ -159,69 +156,48 @@ class RoundSimulation:
         self.outcome.dropped.add(id)
         del self._active[id], self._waiting[id]
 
-    def _requests(self) -> list[RoundRequest]:
-        return [active.request() for active in self._waiting.values()]
-
-    def _timed(
-        self, decide: Callable[[Sequence[RoundRequest]], Round], *, within_round: bool = False
-    ) -> Round:
-        asked = self._requests()
+    def _timed(self, now: float) -> Round:
+        asked = [active.request(self._state.home(id)) for id, active in self._waiting.items()]
+        given = () if self.at_borders else (self._state,)
+        within = bool(self._running)
         began = time.process_time()  # of this process, whatever else the machine does
-        decided = decide(asked)
-        spent = DecisionTime(time.process_time() - began, len(asked), within_round)
+        decided = self.scheduler.decide(now, asked, *given)
+        spent = DecisionTime(time.process_time() - began, len(asked), within)
         self.outcome.decisions.append(spent)
         return decided
 
-    def _until_border(self, now: float, border: float, homes: dict[str, Devices]) -> float:
-        """Let all groups end, and start others within the round; return when the last one ends."""
-        while self._running:
-            arrival = self._coming[0].arrived if self._coming else inf
-            if self.within is None or self._running[0].end <= arrival:
-                now = self._running[0].end
-                while self._running and self._running[0].end <= now:
-                    self._end(heapq.heappop(self._running))
-            else:
-                now = arrival
-            if self.within is None or not self._running:
-                continue
-            self._arrive(now)
-            if self._waiting and self._free.count:
-                within = partial(self.within, now, border, self._free)
-                decided = self._timed(within, within_round=True)
-                homes |= self._carry_out(now, decided)
-                self.outcome.within += len(decided.groups)
-        return now
-
     def _end(self, group: RunningGroup) -> None:
-        self._free.give(group.devices)
+        self._state.end(group.devices)
+        self.outcome.rounds += group.devices.start // BLOCK not in self._state.borders
         for id in group.ids:
             if id in self._active:
                 self._waiting[id] = self._active[id]
 
-    def _carry_out(self, now: float, decided: Round) -> dict[str, Devices]:
-        """Start the groups of a decision; return the devices of their requests."""
-        homes = {}
+    def _carry_out(self, now: float, decided: Round) -> None:
+        """Start the groups of a decision."""
         for id in decided.drops:
             self._drop(id)
+        homes = {id: self._state.home(id) for group in decided.groups for id in group.steps}
+        begun = set(self._state.borders)
         for group in decided.groups:
             seconds = group.seconds * float(np.exp(self._draw.normal(0, self.machine.error)))
             begin, most = now + self.machine.overhead, max(group.steps.values())
-            self.outcome.busy += group.devices.size * seconds
+            at = group.devices
+            self.outcome.busy += at.size * seconds
+            self.outcome.within += at.start // BLOCK in begun
             self._started += 1
-            assert self._free.fits(group.devices), f"{group.devices} have two groups at {now}"
-            self._free.take(group.devices)
-            entry = (begin + seconds, self._started, group.devices, frozenset(group.steps))
+            assert self._state.free.fits(at), f"{at} have two groups at {now}"
+            self._state.begin(now, [group])
+            entry = (begin + seconds, self._started, at, frozenset(group.steps))
             heapq.heappush(self._running, RunningGroup(*entry))
             for id, steps in group.steps.items():
                 request = self._waiting.pop(id)
                 request.left -= steps
-                home, request.asked = request.home, None
-                self.outcome.moves += home is not None and not home.nests(group.devices)
-                homes[id] = request.home = group.devices
+                home = homes[id]
+                self.outcome.moves += home is not None and not home.nests(at)
                 if not request.left:
                     self.outcome.ended[id] = begin + seconds * steps / most
                     del self._active[id]
-        return homes
 
 
 def simulate_rounds(
@@ -233,8 +209,8 @@ def simulate_rounds(
     at_borders: bool = False,
 ) -> Outcome:
     """Simulate the scheduler; at_borders: nothing starts within a round."""
-    within = None if at_borders else scheduler.decide_within
-    return RoundSimulation(scheduler, demands, machine, seed, within).run()
+    simulation = RoundSimulation(scheduler, demands, machine, seed, at_borders=at_borders)
+    return simulation.run()
 
 
 Order = Callable[[Demand, float], float]  # a waiting request and its seconds: least goes first

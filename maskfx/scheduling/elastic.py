@@ -13,6 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from maskfx.ir.argument_checks import check_flag, check_type
+from maskfx.scheduling.block_state import BlockState
 from maskfx.scheduling.cost_model import START, FittedCosts
 from maskfx.scheduling.degree_costs import (
     DEGREES,
@@ -22,8 +23,8 @@ from maskfx.scheduling.degree_costs import (
     from_efficiency,
 )
 from maskfx.scheduling.load import Work
-from maskfx.scheduling.placement import Devices, FreeDevices
-from maskfx.scheduling.round_plan import LatePolicy, RoundRequest, RoundSettings
+from maskfx.scheduling.placement import Devices
+from maskfx.scheduling.round_plan import DeviceGroup, LatePolicy, RoundRequest, RoundSettings
 from maskfx.scheduling.round_policy import RankedGroup, RoundCall, RoundDecision, StepLoad
 from maskfx.scheduling.rounds import RoundScheduler
 
@@ -66,25 +67,16 @@ class ElasticRounds:
         self._samples: Counter[int] = Counter()
         self._fresh = 0  # samples since the last fit
         self._scheduler: RoundScheduler | None = None
-        self._homes: dict[str, Devices] = {}
-        self._border = 0.0  # of the round, as predicted
+        self._state = BlockState(1)
 
     def decide(
         self, now: float, calls: Sequence[RoundCall], ranks: Sequence[int], count: int
     ) -> RoundDecision:
-        """Return the groups of the next round if all ranks are free; else what free ones do in it.
-
-        Within a round, groups end by its border as it was predicted.
-        """
-        scheduler, requests = self._scheduler_of(count), [self._request(call) for call in calls]
-        if len(ranks) == count:
-            round_ = scheduler.decide(now, requests)
-            self._homes, self._border = {}, now + round_.length
-        else:
-            idle = set(ranks)
-            free = FreeDevices(count, [Devices(n, 1) for n in range(count) if n not in idle])
-            round_ = scheduler.decide_within(now, self._border, free, requests)
-        self._homes |= {id: g.devices for g in round_.groups for id in g.steps}
+        """Return what the free ranks do: rounds of blocks, or steps until the border of one."""
+        scheduler, state = self._scheduler_of(count), self._updated(now, ranks, count)
+        requests = [self._request(call, state) for call in calls]
+        round_ = scheduler.decide(now, requests, state)
+        state.begin(now, round_.groups)
         groups = tuple(
             RankedGroup(tuple(g.devices.numbers), {int(id): n for id, n in g.steps.items()})
             for g in round_.groups
@@ -118,11 +110,23 @@ class ElasticRounds:
             self._scheduler = RoundScheduler(self.profile, count, settings)
         return self._scheduler
 
-    def _request(self, call: RoundCall) -> RoundRequest:
+    def _updated(self, now: float, ranks: Sequence[int], count: int) -> BlockState:
+        """Return the state in which these ranks are free; others without a group end any time."""
+        if self._state.devices != count:
+            self._state = BlockState(count)
+        state, idle = self._state, set(ranks)
+        for at in state.running:
+            if idle.issuperset(at.numbers):
+                state.end(at)
+        busy = [Devices(n, 1) for n in range(count) if n not in idle]
+        if unknown := [DeviceGroup(at, {}, 0.0) for at in busy if state.free.fits(at)]:
+            state.begin(now, unknown)
+        return state
+
+    def _request(self, call: RoundCall, state: BlockState) -> RoundRequest:
         id = str(call.id)
         work = work_of(call.load, call.steps)
-        home = self._homes.get(id)
-        return RoundRequest(id, work, call.left, call.arrived, call.due, call.after, home)
+        return RoundRequest(id, work, call.left, call.arrived, call.due, call.after, state.home(id))
 
 
 def work_of(load: StepLoad, steps: int = 1) -> Work:

@@ -53,6 +53,7 @@ def schedules(
     start: float,
     free: int,
     devices: int,
+    later: Sequence[float] = (),
     *,
     narrow: bool = False,
 ) -> Iterator[list[Planned]]:
@@ -66,16 +67,22 @@ def schedules(
     if not by_due:
         return
     if not narrow:
-        yield fastest_first(by_due, start, free, devices)
-    yield narrow_first(by_due, start, free, devices)
-    yield narrow_first(sorted(by_due, key=lambda j: j.device_seconds), start, free, devices)
-    yield narrow_first(sorted(by_due, key=lambda j: not j.degree), start, free, devices)
+        yield fastest_first(by_due, start, free, devices, later)
+    yield narrow_first(by_due, start, free, devices, later)
+    yield narrow_first(sorted(by_due, key=lambda j: j.device_seconds), start, free, devices, later)
+    yield narrow_first(sorted(by_due, key=lambda j: not j.degree), start, free, devices, later)
     if narrow:
-        yield fastest_first(by_due, start, free, devices)
+        yield fastest_first(by_due, start, free, devices, later)
 
 
 def best_schedule(
-    jobs: Sequence[RemainingRequest], start: float, free: int, devices: int, *, narrow: bool = False
+    jobs: Sequence[RemainingRequest],
+    start: float,
+    free: int,
+    devices: int,
+    later: Sequence[float] = (),
+    *,
+    narrow: bool = False,
 ) -> list[Planned]:
     """Return the schedule with the most requests in time; all of `jobs` have steps left.
 
@@ -83,7 +90,7 @@ def best_schedule(
         narrow: Whether, of equals, one with the cheapest degrees is returned, else with the widest.
     """
     best: list[Planned] = []
-    for plan in schedules(jobs, start, free, devices, narrow=narrow):
+    for plan in schedules(jobs, start, free, devices, later, narrow=narrow):
         if len(plan) > len(best):
             best = plan
         if len(best) == len(jobs):  # no other one has more
@@ -92,7 +99,11 @@ def best_schedule(
 
 
 def fastest_first(
-    jobs: Sequence[RemainingRequest], start: float, free: int, devices: int
+    jobs: Sequence[RemainingRequest],
+    start: float,
+    free: int,
+    devices: int,
+    later: Sequence[float] = (),
 ) -> list[Planned]:
     """Run requests at their fastest degree one after the other, in the order of their deadlines.
 
@@ -100,10 +111,14 @@ def fastest_first(
     out, which gives the most requests in time on a single group of devices. Several groups are
     filled in turn.
     """
-    degrees = [job.fastest(free, devices) for job in jobs]
+    since = [start] * free + list(later)
+    if not since:
+        return []
+    degrees = [job.fastest(len(since), devices) for job in jobs]
     size = max((footprint(k, devices) for k in degrees if k), default=1)
-    lanes = [DeviceQueue(start) for _ in range(max(1, free // size))]
-    ends = [(start, number) for number in range(len(lanes))]  # a heap
+    # a lane begins when the last of its devices is free
+    lanes = [DeviceQueue(since[n - 1]) for n in range(size, len(since) + 1, size)]
+    ends = [(lane.end, number) for number, lane in enumerate(lanes)]  # a heap
     for job, degree in zip(jobs, degrees, strict=True):
         if degree:
             number = heapq.heappop(ends)[1]
@@ -139,15 +154,20 @@ class DeviceQueue:
 
 
 def narrow_first(
-    jobs: Sequence[RemainingRequest], start: float, free: int, devices: int
+    jobs: Sequence[RemainingRequest],
+    start: float,
+    free: int,
+    devices: int,
+    later: Sequence[float] = (),
 ) -> list[Planned]:
     """Run each request, in the given order, at the cheapest degree that is in time.
 
     A request that runs keeps its degree if that is in time.
     """
-    if not free:
+    since = [start] * free + list(later)  # when each device is free, in ascending order
+    total = len(since)
+    if not total:
         return []
-    since = [start] * free  # when each device is free, in ascending order
     found = []
     of_three = footprint(3, devices)
     for due, left, times, id, running in jobs:
@@ -157,7 +177,7 @@ def narrow_first(
         hull, seconds = times.hull, times.seconds
         for degree in (running, *hull) if running in hull else hull:
             size = degree if degree != 3 else of_three
-            if size > free:
+            if size > total:
                 continue
             begin = since[size - 1]
             end = begin + left * seconds[degree]

@@ -136,6 +136,15 @@ class FreeDevices:
     def count(self) -> int:
         return self._bits.bit_count()
 
+    def count_in(self, start: int, size: int) -> int:
+        return (self._bits >> start & (1 << size) - 1).bit_count()
+
+    def only(self, start: int, size: int) -> FreeDevices:
+        """Return the free ones of a range."""
+        found = FreeDevices(0)
+        found._devices, found._bits = self._devices, self._bits & ((1 << size) - 1) << start
+        return found
+
     def give(self, at: Devices) -> None:
         self._bits |= ((1 << at.size) - 1) << at.start
 

@@ -87,25 +87,36 @@ class RoundRequest:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Requests that run together on a range of devices, and the steps of each of them."""
+    """Requests that run together on a range of devices, and the steps of each of them.
+
+    Args:
+        steps: By the id of the request; the group makes as many as the largest.
+        seconds: Predicted, of all its steps.
+        further: Predicted, of the steps that its requests then have left; 0 if none of them can
+            meet a deadline, so that others may have its devices.
+    """
 
     devices: Devices
-    steps: dict[str, int]  # by the id of the request; the group makes as many as the largest
-    seconds: float  # predicted, of all its steps
+    steps: dict[str, int]
+    seconds: float
+    further: float = 0.0
 
 
 @dataclass(frozen=True)
 class Round:
-    """A decision: what the devices do until the next border.
+    """A decision: what the free devices do next.
 
     Args:
-        length: Predicted seconds until the border.
         late: Requests that can't meet their deadline any more, whether dropped or run last.
         drops: Those of them that are dropped.
     """
 
     start: float
-    length: float
     groups: tuple[DeviceGroup, ...]
     late: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
+
+    @property
+    def length(self) -> float:
+        """Predicted seconds until the last of the groups ends."""
+        return max((group.seconds for group in self.groups), default=0.0)

@@ -112,11 +112,18 @@ class Pending:
         """Return the number of steps that fit into a round, at least one."""
         return min(self.left, max(1, floor(length / self.times.seconds[degree] + EDGE)))
 
-    def options(self, length: float) -> list[RoundChoice]:
-        """Return not to run, and each useful degree, with the outcome of a round."""
+    def options(
+        self, length: float, degrees: Iterable[int], elsewhere: float = inf
+    ) -> list[RoundChoice]:
+        """Return not to run, and each of the degrees, with the outcome of a round.
+
+        Args:
+            elsewhere: When other devices are expected for the request if it doesn't run.
+        """
         border = self.now + length
-        choices = [RoundChoice(0, *self._outcome(self.left, border, border))]
-        for degree in self.usable(length):
+        begin = min(border, elsewhere)
+        choices = [RoundChoice(0, *self._outcome(self.left, begin, begin))]
+        for degree in degrees:
             seconds = self.times.seconds[degree]
             steps = self.steps(degree, length)
             end = self.now + steps * seconds

@@ -120,6 +120,20 @@ def test_a_late_comer_starts_within_the_round_where_a_device_is_free() -> None:
     assert ends[True] > 15
 
 
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+def test_on_many_devices_rounds_are_not_below_fixed_groups(scale: float) -> None:
+    """Large pictures need whole blocks, and begin when one is free, whatever the others do."""
+    asked = few_steps(images(Arrivals("uniform", per_minute=8 * 230, scale=scale), 500, 11), 4)
+    rounds = simulate_rounds(RoundScheduler(flux_costs(), 64), asked, Machine())
+    fixed = [
+        simulate_fixed(flux_costs(), 64, k, order, asked, Machine(), drop=True).in_time(asked)
+        for k in (1, 2, 4, 8)
+        for order in ("fcfs", "edf", "srtf")
+    ]
+    assert 0.9 < max(fixed) <= rounds.in_time(asked)
+    assert {*rounds.ended, *rounds.dropped} == {d.id for d in asked}
+
+
 def test_the_load_of_edits_is_the_share_of_busy_devices() -> None:
     costs = edit_costs()
     arrivals = Arrivals("edits", edit_rate(costs, 8, 0.6), 1e6)
@@ -172,7 +186,7 @@ def test_a_group_on_devices_that_another_one_has_stops_the_simulation() -> None:
 
         def decide(self, now: float, requests: Sequence[RoundRequest]) -> Round:
             groups = [DeviceGroup(Devices(0, 1), {r.id: r.left}, 1.0) for r in requests]
-            return Round(now, 1.0, tuple(groups))
+            return Round(now, tuple(groups))
 
     asked = [Demand(str(n), dense(256), 0.0, 9.0) for n in range(2)]
     assert RoundSimulation(Careless(), asked[:1], EXACT).run().ended == {"0": 1.0}

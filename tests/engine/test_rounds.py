@@ -212,6 +212,30 @@ def test_a_free_rank_gets_steps_that_end_with_the_round() -> None:
     assert policy.decide(2 * seconds, [late_comer], range(2), 2).groups
 
 
+def test_ranks_in_blocks_of_eight_have_borders_of_their_own() -> None:
+    """A request starts beyond the border of the block that computes, and goes on at its own."""
+    policy = ElasticRounds(start=PROFILE, fixed=True)
+    long, large = StepLoad(80_000, 80_000), StepLoad(10_000, 10_000)
+    (first,) = policy.decide(0.0, [RoundCall(0, long, 50, 50, 0.0)], range(16), 16).groups
+    free = [n for n in range(16) if n not in first.ranks]
+    second = RoundCall(1, large, 50, 50, 0.1)
+    (own,) = policy.decide(0.1, [second], free, 16).groups
+    assert {n // 8 for n in own.ranks} == {1 - first.ranks[0] // 8}
+    left = 50 - own.steps[1]
+    (further,) = policy.decide(1.0, [RoundCall(1, large, left, 50, 0.1)], free, 16).groups
+    assert further.ranks == own.ranks
+
+
+def test_ranks_that_others_have_are_not_decided_about() -> None:
+    """Ranks that are busy with what the policy didn't decide, and another number of ranks."""
+    policy = ElasticRounds(start=PROFILE, fixed=True)
+    call = RoundCall(0, StepLoad(100, 100), 5, 5, 0.0)
+    assert policy.decide(0.0, [call], [1, 2], 4).groups == ()
+    assert policy.decide(0.1, [call], range(4), 4).groups
+    (group,) = policy.decide(0.2, [call], range(2), 2).groups
+    assert set(group.ranks) <= {0, 1}
+
+
 @pytest.mark.usefixtures("local")
 def test_a_request_starts_on_a_free_rank_while_another_group_computes() -> None:
     """The policy of rounds gives the first request one rank only, for steps of the whole run."""

@@ -1,7 +1,7 @@
 """Rounds: what holds for every decision, and what becomes of requests over many rounds."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from maskfx.errors import InputError
 from maskfx.scheduling.allocation import StepTimes
+from maskfx.scheduling.at_border import round_length
+from maskfx.scheduling.block_state import BlockState
 from maskfx.scheduling.cost_model import FittedCosts
 from maskfx.scheduling.degree_costs import DegreeCost, DegreeCosts, from_efficiency
 from maskfx.scheduling.load import Work
@@ -21,10 +23,16 @@ from maskfx.scheduling.outlook import (
     narrow_first,
     schedules,
 )
-from maskfx.scheduling.placement import Devices, FreeDevices
+from maskfx.scheduling.placement import BLOCK, Devices
 from maskfx.scheduling.profile_memo import ProfileMemo
-from maskfx.scheduling.round_plan import LatePolicy, Round, RoundRequest, RoundSettings
-from maskfx.scheduling.rounds import RoundScheduler, round_length
+from maskfx.scheduling.round_plan import (
+    DeviceGroup,
+    LatePolicy,
+    Round,
+    RoundRequest,
+    RoundSettings,
+)
+from maskfx.scheduling.rounds import RoundScheduler
 from maskfx.scheduling.urgency import Pending, Rank, admit, by_urgency
 
 ONE = FittedCosts(base=0.01, per_request=0.0, per_site=1e-4)
@@ -139,49 +147,172 @@ def test_a_decision_about_many_requests_can_be_carried_out(devices: int) -> None
     check(scheduler.decide(0.01, after), after, devices, RoundSettings())
 
 
-@settings(max_examples=100, deadline=None)
+def state_of(devices: int, taken: Iterable[Devices], border: float) -> BlockState:
+    """Groups without requests on some devices, until a border."""
+    state = BlockState(devices)
+    state.begin(0.0, [DeviceGroup(at, {}, border) for at in taken])
+    return state
+
+
+def check_use(
+    decided: Round, asked: Sequence[RoundRequest], state: BlockState, rules: RoundSettings
+) -> None:
+    """What holds of a decision about devices of which others are busy; the state is that before."""
+    assert all(state.free.fits(group.devices) for group in decided.groups)
+    borders = dict(state.borders)
+    for group in decided.groups:
+        border = borders.get(group.devices.start // BLOCK, inf)
+        assert decided.start + group.seconds <= border
+    state.begin(decided.start, decided.groups)
+    named = {id for group in decided.groups for id in group.steps} | set(decided.drops)
+    waiting = [r for r in asked if r.id not in named]
+    resting = {r.home.start // BLOCK for r in waiting if r.home} & borders.keys()
+    free = [r for r in waiting if not r.home or r.home.start // BLOCK not in resting]
+    assert not state.open or not free, "devices idle, requests wait"
+    shortest = min((COSTS.step(1, [r.work]) for r in free), default=inf)
+    for block in state.partial & borders.keys():
+        left = (borders[block] - decided.start) * (1 - rules.margin)
+        assert shortest > left * (1 - 1e-9), "a step fits on an idle device until the border"
+
+
+@settings(max_examples=200, deadline=None)
 @given(situations(), st.data())
-def test_within_a_round_groups_use_free_devices_and_end_by_the_border(
+def test_where_others_are_busy_groups_use_free_devices_and_end_by_the_border(
     case: tuple[list[RoundRequest], int, RoundSettings], data: st.DataObject
 ) -> None:
     asked, devices, rules = case
     taken = data.draw(st.sets(st.integers(0, devices - 1), max_size=devices))
     border = data.draw(st.floats(0.01, 2.0))
-    scheduler = RoundScheduler(COSTS, devices, rules)
-    open_devices = FreeDevices(devices, [Devices(n, 1) for n in taken])
-    decided = scheduler.decide_within(0.0, border, open_devices, asked)
-    assert open_devices.count == devices - len(taken)  # as they were given
-    assert all(group.seconds <= border for group in decided.groups)
-    used = {n for group in decided.groups for n in group.devices.numbers}
-    assert not used & taken
-    free = devices - len(taken)
-    shortest = min((COSTS.step(1, [r.work]) for r in asked if r.id not in decided.drops), default=9)
-    assert decided.groups or not free or shortest > 0.9 * border
+    state = state_of(devices, [Devices(n, 1) for n in taken], border)
+    decided = RoundScheduler(COSTS, devices, rules).decide(0.0, asked, state)
+    assert state.free.count == devices - len(taken)  # as it was given
     if decided.groups:
         check(decided, asked, devices, rules)
+    check_use(decided, asked, state, rules)
 
 
-def test_within_a_round_a_request_without_a_step_that_fits_is_left_to_the_next() -> None:
-    """Also one that is late: it is dropped at the border."""
+@pytest.mark.parametrize(("seed", "devices"), [(1, 8), (2, 12), (3, 16), (4, 64)])
+def test_over_many_rounds_no_request_is_lost_or_made_twice(seed: int, devices: int) -> None:
+    """Requests arrive at random; each decision uses the devices that it can."""
+    draw, now = random.Random(seed), 0.0
+    coming = []
+    for number in range(150):
+        now += draw.expovariate(devices / 2.5)
+        due = now + draw.choice((inf, draw.uniform(0.2, 8.0)))
+        coming.append(request(str(number), draw.randint(1, 4000), due=due, arrived=now))
+    rules = RoundSettings(late=draw.choice(list(LatePolicy)), batch=draw.choice((1, 4)))
+    scheduler, state = RoundScheduler(COSTS, devices, rules), BlockState(devices)
+    running: list[tuple[float, DeviceGroup]] = []
+    active: dict[str, RoundRequest] = {}
+    ended: list[str] = []
+    dropped: list[str] = []
+    while coming or active or running:
+        ends = [end for end, _ in running] + [r.arrived for r in coming[:1]]
+        assert ends, "requests wait, and nothing runs"
+        now = min(ends)
+        while coming and coming[0].arrived <= now:
+            new = coming.pop(0)
+            active[new.id] = new
+        for entry in [entry for entry in running if entry[0] <= now]:
+            running.remove(entry)
+            state.end(entry[1].devices)
+        busy = {id for _, group in running for id in group.steps}
+        asked = [replace(r, home=state.home(id)) for id, r in active.items() if id not in busy]
+        if not asked:
+            continue
+        decided = scheduler.decide(now, asked, state)
+        check_use(decided, asked, state, rules)
+        for id in decided.drops:
+            dropped.append(id)
+            del active[id]
+        for group in decided.groups:
+            running.append((now + group.seconds * draw.uniform(0.99, 1.01), group))
+            for id, steps in group.steps.items():
+                assert id not in busy
+                active[id] = replace(active[id], left=active[id].left - steps)
+                if not active[id].left:
+                    ended.append(id)
+                    del active[id]
+    assert sorted([*ended, *dropped], key=int) == [str(n) for n in range(150)]
+
+
+def test_a_request_without_a_step_until_the_border_waits_for_it() -> None:
     scheduler = RoundScheduler(COSTS, 8)
     small, large = request("small", 100, due=9.0), request("large", 16000, due=99.0)
-    late = request("late", 16000, due=0.5)
     border = 0.9 * min(COSTS.step(k, [large.work]) for k in (1, 2, 4, 8))
     assert border > COSTS.step(1, [small.work])
-    free = FreeDevices(8)
-    decided = scheduler.decide_within(0.0, border, free, [small, large, late])
-    assert ([set(group.steps) for group in decided.groups], decided.late) == ([{"small"}], ())
-    longer = scheduler.decide_within(0.0, 2 * border, free, [large, late])
+    busy = [Devices(0, 1)]
+    decided = scheduler.decide(0.0, [small, large], state_of(8, busy, border))
+    assert [set(group.steps) for group in decided.groups] == [{"small"}]
+    late = request("late", 16000, due=0.5)
+    longer = scheduler.decide(0.0, [large, late], state_of(8, busy, 3 * border))
     assert [set(group.steps) for group in longer.groups] == [{"large"}]
     assert longer.drops == ("late",)
 
 
-def test_within_a_round_a_group_grows_onto_free_devices_beside_it() -> None:
-    scheduler = RoundScheduler(COSTS, 8)
-    (group,) = scheduler.decide_within(
-        0.0, 2.0, FreeDevices(8, [Devices(0, 4)]), [request("a", 4000, due=9.0)]
-    ).groups
+def test_a_group_grows_onto_free_devices_beside_it_until_the_border() -> None:
+    (group,) = (
+        RoundScheduler(COSTS, 8)
+        .decide(0.0, [request("a", 4000, due=9.0)], state_of(8, [Devices(0, 4)], 2.0))
+        .groups
+    )
     assert group.devices == Devices(4, 4)
+
+
+def test_a_block_begins_a_round_whatever_the_others_do() -> None:
+    """The border of the block at work limits no step on the other one."""
+    scheduler = RoundScheduler(COSTS, 16)
+    large = request("large", 16000, due=99.0)
+    soon = 0.5 * COSTS.step(8, [large.work])
+    (group,) = scheduler.decide(0.0, [large], state_of(16, [Devices(0, 8)], soon)).groups
+    assert group.devices == Devices(8, 8)
+    assert group.seconds > 2 * soon
+
+
+def test_a_request_rests_on_its_block_until_the_border() -> None:
+    """Also where another block is free; then it is without devices, and goes there."""
+    scheduler, state = RoundScheduler(COSTS, 16), BlockState(16)
+    asked, other = request("a", 4000, due=99.0), DeviceGroup(Devices(0, 4), {"b": 1}, 1.0)
+    own = DeviceGroup(Devices(4, 4), {"a": 1}, 0.99)
+    state.begin(0.0, [other, own])
+    state.end(own.devices)
+    rests = replace(asked, home=state.home("a"), left=9)
+    assert scheduler.decide(0.99, [rests], state).groups == ()
+    state.end(other.devices)
+    assert state.home("a") == Devices(4, 4)
+    assert scheduler.decide(1.0, [rests], state).groups[0].steps["a"] > 1
+
+
+def test_a_running_request_keeps_its_devices_where_a_new_one_can_wait_for_others() -> None:
+    """Both need all devices of a block. The new one waits if another border is soon enough."""
+    running = replace(request("runs", 8000, steps=20), home=Devices(0, 8))
+    seconds = least(running, 8)
+    running = replace(running, due=1.05 * seconds)
+    small = request("new", 7000, steps=4)
+    new = replace(small, due=least(small, 8) + 0.5 * seconds)
+    scheduler = RoundScheduler(COSTS, 16, EXACT)
+    for border, kept in ((0.2 * seconds, "runs"), (0.9 * seconds, "new")):
+        state = state_of(16, [Devices(8, 8)], border)
+        (group,) = scheduler.decide(0.0, [running, new], state).groups
+        assert set(group.steps) == {kept}
+
+
+def test_busy_devices_are_planned_with_when_their_requests_are_done() -> None:
+    state = BlockState(24)
+    groups = [
+        DeviceGroup(Devices(0, 2), {"a": 1}, 1.0, further=3.0),
+        DeviceGroup(Devices(8, 4), {"b": 1}, 2.0),
+    ]
+    state.begin(0.0, groups)
+    assert state.later(0.0, 99) == [2.0] * 4 + [4.0] * 2
+    assert state.later(3.0, 3) == pytest.approx([3.0] * 4)
+    assert state.borders == {0: 1.0, 1: 2.0}
+    assert (state.open, state.partial) == ([2], {0, 1})
+    state.end(Devices(0, 2))
+    assert (state.open, state.partial, state.later(0.0, 99)) == ([0, 2], {1}, [2.0] * 4)
+    assert state.home("a") == Devices(0, 2)
+    state.begin(1.0, [])
+    assert (state.home("a"), state.home("b")) == (None, Devices(8, 4))
 
 
 def run(
