@@ -72,11 +72,19 @@ def anyflow(name: str, kind: str, **config: Any) -> Any:
     return pipe_of(name, lambda: parts)
 
 
-def helios() -> Any:
+def helios(name: str, *stages: float) -> Any:
     net = tiny("HeliosTransformer3DModel", **only(WAN, "rope_max_seq_len", rope_dim=(4, 6, 6)))
-    times = HeliosScheduler(stages=1, stage_range=[0, 1])
+    # with the usual gamma the noise between stages has a covariance of rank 3
+    times = HeliosScheduler(stages=len(stages) - 1, stage_range=list(stages), gamma=0.3)
     parts = {"transformer": net, "vae": wan_vae(), "scheduler": times}
-    return pipe_of("HeliosPipeline", lambda: parts)
+    return pipe_of(name, lambda: parts)
+
+
+def pyramid(seed: int) -> Arguments:
+    """Steps on half of the sides, and then on all of the picture."""
+    given = long(seed, height=64, width=64, num_frames=18, num_latent_frames_per_chunk=3)
+    del given["num_inference_steps"]
+    return {**given, "pyramid_num_inference_steps_list": [2, 2]}
 
 
 def kandinsky_sixth() -> Any:
@@ -150,8 +158,16 @@ LATE_VIDEO_KINDS = (
     ),
     VideoKind(
         "HeliosPipeline",
-        helios,
+        partial(helios, "HeliosPipeline", 0, 1),
         partial(long, height=64, width=64, num_frames=18, num_latent_frames_per_chunk=3),
+        side=64,
+        frames=17,
+        chunks=True,
+    ),
+    VideoKind(
+        "HeliosPyramidPipeline",
+        partial(helios, "HeliosPyramidPipeline", 0, 0.5, 1),
+        pyramid,
         side=64,
         frames=17,
         chunks=True,
