@@ -13,7 +13,9 @@ from tests.factories.pipelines import (
     ddim,
     flow,
     pipe_of,
+    sdxl,
     still,
+    text_of,
     vae,
 )
 from tests.factories.small_unets import spoken
@@ -118,18 +120,24 @@ def kandinsky_sixth_texts(seed: int, **more: Any) -> Arguments:
     return {**texts(seed, num_frames=FRAMES, sample_audio=False), **pooled, **more}
 
 
+MOVING_ZERO: Arguments = {
+    "num_inference_steps": 6,
+    "t0": 2,
+    "t1": 4,
+    "video_length": 4,
+    "motion_field_strength_x": 2,
+    "motion_field_strength_y": 2,
+    "height": SIDE,
+    "width": SIDE,
+}
+
+
 def moving_zero(seed: int) -> Arguments:
-    return {
-        "prompt": ("a cat", "two dogs", "the red house")[seed % 3],
-        "num_inference_steps": 6,
-        "t0": 2,
-        "t1": 4,
-        "video_length": 4,
-        "motion_field_strength_x": 2,
-        "motion_field_strength_y": 2,
-        "height": SIDE,
-        "width": SIDE,
-    }
+    return {"prompt": ("a cat", "two dogs", "the red house")[seed % 3], **MOVING_ZERO}
+
+
+def moving_zero_xl(seed: int) -> Arguments:
+    return {"prompt": None, **text_of(seed, pooled=True), **MOVING_ZERO}
 
 
 LATE_VIDEO_KINDS = (
@@ -182,6 +190,12 @@ LATE_VIDEO_KINDS = (
         "TextToVideoZeroPipeline",
         lambda: pipe_of("TextToVideoZeroPipeline", spoken),
         moving_zero,
+        frames=4,
+    ),
+    VideoKind(
+        "TextToVideoZeroSDXLPipeline",
+        lambda: pipe_of("TextToVideoZeroSDXLPipeline", sdxl),
+        moving_zero_xl,
         frames=4,
     ),
 )
