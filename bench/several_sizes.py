@@ -1,6 +1,6 @@
 """Edits of pictures of several sizes in one call: one denoising step against the module, dense.
 
-    OMP_NUM_THREADS=2 python -m bench.several_sizes --threads 2
+    OMP_NUM_THREADS=1 python -m bench.several_sizes --threads 1
 
 The denoisers have the widths of real ones and few layers, with random weights. The sides, in turn
 in each round:

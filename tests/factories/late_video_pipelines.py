@@ -13,7 +13,9 @@ from tests.factories.pipelines import (
     ddim,
     flow,
     pipe_of,
+    sdxl,
     still,
+    text_of,
     vae,
 )
 from tests.factories.small_unets import spoken
@@ -72,11 +74,19 @@ def anyflow(name: str, kind: str, **config: Any) -> Any:
     return pipe_of(name, lambda: parts)
 
 
-def helios() -> Any:
+def helios(name: str, *stages: float) -> Any:
     net = tiny("HeliosTransformer3DModel", **only(WAN, "rope_max_seq_len", rope_dim=(4, 6, 6)))
-    times = HeliosScheduler(stages=1, stage_range=[0, 1])
+    # with the usual gamma the noise between stages has a covariance of rank 3
+    times = HeliosScheduler(stages=len(stages) - 1, stage_range=list(stages), gamma=0.3)
     parts = {"transformer": net, "vae": wan_vae(), "scheduler": times}
-    return pipe_of("HeliosPipeline", lambda: parts)
+    return pipe_of(name, lambda: parts)
+
+
+def pyramid(seed: int) -> Arguments:
+    """Steps on half of the sides, and then on all of the picture."""
+    given = long(seed, height=64, width=64, num_frames=18, num_latent_frames_per_chunk=3)
+    del given["num_inference_steps"]
+    return {**given, "pyramid_num_inference_steps_list": [2, 2]}
 
 
 def kandinsky_sixth() -> Any:
@@ -110,18 +120,24 @@ def kandinsky_sixth_texts(seed: int, **more: Any) -> Arguments:
     return {**texts(seed, num_frames=FRAMES, sample_audio=False), **pooled, **more}
 
 
+MOVING_ZERO: Arguments = {
+    "num_inference_steps": 6,
+    "t0": 2,
+    "t1": 4,
+    "video_length": 4,
+    "motion_field_strength_x": 2,
+    "motion_field_strength_y": 2,
+    "height": SIDE,
+    "width": SIDE,
+}
+
+
 def moving_zero(seed: int) -> Arguments:
-    return {
-        "prompt": ("a cat", "two dogs", "the red house")[seed % 3],
-        "num_inference_steps": 6,
-        "t0": 2,
-        "t1": 4,
-        "video_length": 4,
-        "motion_field_strength_x": 2,
-        "motion_field_strength_y": 2,
-        "height": SIDE,
-        "width": SIDE,
-    }
+    return {"prompt": ("a cat", "two dogs", "the red house")[seed % 3], **MOVING_ZERO}
+
+
+def moving_zero_xl(seed: int) -> Arguments:
+    return {"prompt": None, **text_of(seed, pooled=True), **MOVING_ZERO}
 
 
 LATE_VIDEO_KINDS = (
@@ -150,8 +166,16 @@ LATE_VIDEO_KINDS = (
     ),
     VideoKind(
         "HeliosPipeline",
-        helios,
+        partial(helios, "HeliosPipeline", 0, 1),
         partial(long, height=64, width=64, num_frames=18, num_latent_frames_per_chunk=3),
+        side=64,
+        frames=17,
+        chunks=True,
+    ),
+    VideoKind(
+        "HeliosPyramidPipeline",
+        partial(helios, "HeliosPyramidPipeline", 0, 0.5, 1),
+        pyramid,
         side=64,
         frames=17,
         chunks=True,
@@ -166,6 +190,12 @@ LATE_VIDEO_KINDS = (
         "TextToVideoZeroPipeline",
         lambda: pipe_of("TextToVideoZeroPipeline", spoken),
         moving_zero,
+        frames=4,
+    ),
+    VideoKind(
+        "TextToVideoZeroSDXLPipeline",
+        lambda: pipe_of("TextToVideoZeroSDXLPipeline", sdxl),
+        moving_zero_xl,
         frames=4,
     ),
 )

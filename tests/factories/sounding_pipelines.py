@@ -14,7 +14,14 @@ WORDS, LAYERS = 4, 4  # what the text encoder gives: channels, and its layers
 SOUND = 2 * (16 // 4)  # channels of its latents, and the height of its spectrum in them
 
 
-def ltx2(name: str) -> Any:
+def ltx2(name: str, shifted: bool = True, **config: Any) -> Any:
+    """Build a pipeline of LTX 2.
+
+    Args:
+        name: the class of the pipeline.
+        shifted: whether the scheduler moves its times by the number of tokens.
+        config: settings of the denoiser.
+    """
     coder = tiny(
         "AutoencoderKLLTX2Video",
         latent_channels=4,
@@ -48,6 +55,7 @@ def ltx2(name: str) -> Any:
         audio_out_channels=SOUND,
         caption_channels=32,
         vae_scale_factors=(4, 8, 8),
+        **config,
     )
     from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
     from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
@@ -82,7 +90,7 @@ def ltx2(name: str) -> Any:
         "transformer": net,
         "connectors": connectors,
         "vocoder": vocoder,
-        "scheduler": flow(use_dynamic_shifting=True),
+        "scheduler": flow(use_dynamic_shifting=shifted),
     }
     return pipe_of(name, lambda: parts)
 
@@ -96,6 +104,13 @@ def sounding(seed: int, **more: Any) -> Arguments:
     return {**found, **sizes, "spatio_temporal_guidance_blocks": [1], **more}
 
 
+def keyframes(seed: int) -> Arguments:
+    """Few steps of a distilled model, which computes frames between keyframes too."""
+    given = sounding(seed, sigmas=[1.0, 0.7, 0.3])
+    unknown = "num_inference_steps", "spatio_temporal_guidance_blocks"
+    return {n: v for n, v in given.items() if n not in unknown and n[:8] != "negative"}
+
+
 SOUNDING_KINDS = (
     VideoKind("LTX2Pipeline", partial(ltx2, "LTX2Pipeline"), sounding),
     VideoKind(
@@ -105,5 +120,11 @@ SOUNDING_KINDS = (
     ),
     VideoKind("LTX2ConditionPipeline", partial(ltx2, "LTX2ConditionPipeline"), sounding),
     VideoKind("LTX2InContextPipeline", partial(ltx2, "LTX2InContextPipeline"), sounding),
+    VideoKind("LTX2HDRPipeline", partial(ltx2, "LTX2HDRPipeline"), sounding),
+    VideoKind(
+        "LTX2DFRPipeline",
+        partial(ltx2, "LTX2DFRPipeline", shifted=False, use_keyframes_abs_pos_embedding=True),
+        keyframes,
+    ),
 )
 VIDEO_KINDS.update({kind.name: kind for kind in SOUNDING_KINDS})

@@ -120,6 +120,16 @@ def test_each_picture_has_its_own_original_and_mask():
     assert (found[2][:, ~MASK] == 0.25).all()
 
 
+def test_an_original_of_linear_light_is_kept_as_it_is() -> None:
+    """Numbers above 1 and a little below 0, as results of a high dynamic range have."""
+    old = np.linspace(-0.02, 55.0, 16 * 16 * 3, dtype=np.float32).reshape(1, 16, 16, 3)
+    mask = torch.zeros(16, 16, dtype=torch.bool)
+    assert np.array_equal(overlay(np.zeros_like(old), list(old), [mask]), old)
+    signed = np.linspace(-1.0, 1.0, 16 * 16 * 3, dtype=np.float32).reshape(1, 16, 16, 3)
+    found = overlay(np.zeros_like(signed), list(signed), [mask])
+    assert np.allclose(found, signed / 2 + 0.5)
+
+
 def test_pictures_of_one_sample_are_laid_over_theirs():
     new, old = (torch.full((3, 6, 8), value) for value in (0.25, 0.5))
     [[one, two]] = overlay([[new, new]], [[old, new]], [MASK])

@@ -259,7 +259,10 @@ def as_numbers(original: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -
 
 
 def as_array(value: object) -> Pixels:
-    """Convert an image to (height, width, channels) of floats in [0, 1]."""
+    """Convert an image to (height, width, channels) of floats in [0, 1].
+
+    Numbers above 1, as those of linear light in a high dynamic range, stay as they are.
+    """
     if isinstance(value, Tensor):
         array = value.detach().cpu().float().numpy()
         array = array.reshape(array.shape[-3:]).transpose(1, 2, 0)
@@ -268,7 +271,8 @@ def as_array(value: object) -> Pixels:
         array = array[..., None] if array.ndim == 2 else array
     if array.dtype == np.uint8:
         return array.astype(np.float32) / 255
-    return array / 2 + 0.5 if array.min() < 0 else array  # inputs of VAEs are in [-1, 1]
+    signed = array.min() < 0 and array.max() <= 1  # inputs of VAEs are in [-1, 1]
+    return array / 2 + 0.5 if signed else array
 
 
 def as_picture(array: Pixels) -> Image.Image:
