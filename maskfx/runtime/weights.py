@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from maskfx.ir.part_hooks import widened_type
 from maskfx.ir.values import PLAIN_TENSORS, parts_of
-from maskfx.runtime.hardware.offload import whole_hook
+from maskfx.runtime.hardware.offload import numbers_elsewhere, whole_hook
 
 
 class WeightChange(enum.Enum):
@@ -254,7 +254,9 @@ class Weights:
 
     def _computed(self) -> str:
         seen, sums = hashlib.sha256(), dict[int, tuple[object, Callable[[], object], bytes]]()
-        for value in (*self._parameters.now(), *self._buffers.now()):
+        elsewhere = numbers_elsewhere(self.module)
+        for held in (*self._parameters.now(), *self._buffers.now()):
+            value = elsewhere[id(held)]() if id(held) in elsewhere else held
             if value is None or value.is_meta or not value.numel():
                 continue
             state = state_of(value)

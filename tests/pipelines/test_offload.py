@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import accelerate  # type: ignore[import-untyped,unused-ignore]
@@ -76,6 +77,16 @@ def test_offloading_that_began_before_the_compile_keeps_edits_on_rows() -> None:
     assert installed(pipe.transformer) is None  # until the next run
     maskfx.decompile(pipe)
     assert users_of(pipe.transformer) == 0
+
+
+def test_a_template_is_found_again_while_the_weights_are_on_disk(tmp_path: Path) -> None:
+    pipe = maskfx.compile(PIPES[NAME].build(), quality="all-steps")
+    pipe.transformer.enable_group_offload(
+        torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=str(tmp_path)
+    )
+    found = [pixels(pipe, seed=seed) for seed in (0, 1, 0)]
+    assert len(pipe.templates()) == 1
+    assert np.array_equal(found[0], found[2])
 
 
 def test_a_run_that_calls_no_compiled_denoiser_is_noted() -> None:

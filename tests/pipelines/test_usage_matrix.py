@@ -21,6 +21,7 @@ import maskfx
 import tests.factories.edit_pipelines
 import tests.factories.more_pipelines  # noqa: F401  (cases register themselves)
 from maskfx.pipelines.templates.template_key import TEMPLATE, recording_arguments, seeded_noise
+from tests.factories import emulated
 from tests.factories.pipelines import (
     PIPES,
     Arguments,
@@ -51,9 +52,26 @@ KINDS = [
     "StableDiffusionPipeline",
     "FluxPipeline-spoken",
 ]
-MASKED = [n for n in KINDS if PIPES[n].edits in ("blend", "channels", "control")]
+FAMILIES = [  # each use that changes modules is captured for these
+    "StableDiffusionImg2ImgPipeline",
+    "FluxInpaintPipeline-spoken",
+    "StableDiffusionInstructPix2PixPipeline",
+    "StableDiffusionControlNetInpaintPipeline",
+    "StableDiffusionXLImg2ImgPipeline",
+    "StableDiffusion3InpaintPipeline",
+    "FluxFillPipeline",
+    "FluxKontextPipeline-truecfg",
+    "Flux2KleinPipeline",
+    "QwenImageInpaintPipeline",
+    "ChromaInpaintPipeline",
+    "ZImageInpaintPipeline",
+    "SanaSprintImg2ImgPipeline",
+    "KandinskyV22InpaintPipeline",
+]
+USED = [*KINDS, *(n for n in FAMILIES if n not in KINDS)]
+MASKED = [n for n in USED if PIPES[n].edits in ("blend", "channels", "control")]
 ALONE = "QwenImageEditPlusPipeline"  # accepts one prompt alone
-FAMILIES = ["StableDiffusionImg2ImgPipeline", "FluxInpaintPipeline-spoken"]  # capture is slow
+DEVICE = torch.device(emulated.NAME, 0)
 
 Around = Callable[[str, Any], AbstractContextManager[Any]]
 
@@ -106,6 +124,27 @@ def with_all_inputs(name: str, given: Arguments) -> Arguments:
     return {**given, "callback_on_step_end": emptied, "callback_on_step_end_tensor_inputs": inputs}
 
 
+def guided_at_first(name: str, given: Arguments) -> Arguments:
+    """Guidance ends after the second step, so that later calls are of half as many samples."""
+    asked = [n for n in plain(name)._callback_tensor_inputs if n in ("latents", *GUIDED)]
+
+    def ended(pipe: Any, step: int, time: Any, given: Arguments) -> Arguments:
+        if step == 1:
+            pipe._guidance_scale = 0.0
+            count = 2 * len(given["latents"])
+            doubled = [n for n in asked if n != "latents" and len(given[n]) == count]
+            given |= {n: given[n].chunk(2)[-1] for n in doubled}
+        return given
+
+    more = {"callback_on_step_end": ended, "callback_on_step_end_tensor_inputs": asked}
+    return {**given, **more, "num_inference_steps": 5}
+
+
+def on_device(name: str, given: Arguments) -> Arguments:
+    found: Arguments = emulated.to(given, DEVICE)
+    return found
+
+
 def of_two(name: str, given: Arguments) -> Arguments:
     return joined(given, {**given, **PIPES[name].inputs(1), "generator": noise(1)})
 
@@ -156,6 +195,30 @@ def offloaded(name: str, pipe: Any) -> Iterator[Any]:
 
 
 @contextmanager
+def offloaded_in_parts(name: str, pipe: Any) -> Iterator[Any]:
+    pipe.enable_sequential_cpu_offload(device=DEVICE)
+    yield pipe
+
+
+@contextmanager
+def offloaded_in_groups(name: str, pipe: Any) -> Iterator[Any]:
+    pipe.enable_group_offload(torch.device("cpu"), offload_type="leaf_level")
+    yield pipe
+
+
+@contextmanager
+def cast_by_layers(name: str, pipe: Any) -> Iterator[Any]:
+    denoiser_of(pipe).enable_layerwise_casting(torch.bfloat16, torch.float32)
+    yield pipe
+
+
+@contextmanager
+def with_cached_blocks(name: str, pipe: Any) -> Iterator[Any]:
+    denoiser_of(pipe).enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.8))
+    yield pipe
+
+
+@contextmanager
 def moved(name: str, pipe: Any) -> Iterator[Any]:
     given = call_of(PIPES[name], 0, half(name) if masks(name, pipe) else None)
     pipe.to(torch.bfloat16)
@@ -202,7 +265,7 @@ def from_pipe(name: str, pipe: Any) -> Iterator[Any]:
 
 @contextmanager
 def fused(name: str, pipe: Any) -> Iterator[Any]:
-    (pipe.unet if hasattr(pipe, "unet") else pipe.transformer).fuse_qkv_projections()
+    denoiser_of(pipe).fuse_qkv_projections()
     yield pipe
 
 
@@ -210,6 +273,10 @@ def fused(name: str, pipe: Any) -> Iterator[Any]:
 def with_free_u(name: str, pipe: Any) -> Iterator[Any]:
     pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
     yield pipe
+
+
+def denoiser_of(pipe: Any) -> Any:
+    return pipe.unet if hasattr(pipe, "unet") else pipe.transformer
 
 
 def is_compiled(pipe: Any) -> bool:
@@ -229,12 +296,26 @@ def accepting(parameter: str) -> tuple[str, ...]:
 
 
 QUICK = {(FAMILIES[1], usage) for usage in ("callback", "interrupted", "prompts", "tensors")}
+QUICK |= {(n, "in groups") for n in ("FluxFillPipeline", "QwenImageInpaintPipeline")}
+QUICK |= {("QwenImageInpaintPipeline", "cached"), ("StableDiffusionXLImg2ImgPipeline", "in groups")}
 UNETS = ("StableDiffusionImg2ImgPipeline",)
+HALVED = (  # their guidance doubles the batch, and their callbacks get all of it
+    "StableDiffusionInpaintPipeline-spoken",
+    "StableDiffusionInpaintPipeline-9",
+    "StableDiffusionXLInpaintPipeline",
+    "StableDiffusionImg2ImgPipeline",
+    "StableDiffusionPipeline",
+)
+GUIDED = ("prompt_embeds", "add_text_embeds", "add_time_ids", "mask", "masked_image_latents")
+WHOLE = tuple(n for n in FAMILIES if n != "KandinskyV22InpaintPipeline")  # it can't be split
+FUSING = tuple(n for n in WHOLE if n != "ZImageInpaintPipeline")
+CONTEXTS = ("FluxPipeline-spoken", "QwenImageInpaintPipeline")
 calling = partial(partial, with_values)
 USAGES = {
     "as it is": Usage(batch=True),
     "callback": Usage(calling(callback_on_step_end=scaled), own_run=True, batch=True),
     "all inputs": Usage(with_all_inputs, own_run=True),
+    "guidance": Usage(guided_at_first, kinds=HALVED, own_run=True, batch=True),
     "interrupted": Usage(
         calling(callback_on_step_end=stopped, num_inference_steps=5), own_run=True, batch=True
     ),
@@ -246,17 +327,21 @@ USAGES = {
     "latents": Usage(from_latents, kinds=accepting("latents"), own_run=True, batch=True),
     "tensors": Usage(calling(output_type="pt", return_dict=False)),
     "steps": Usage(calling(num_inference_steps=6, output_type="latent")),
-    "sigmas": Usage(calling(sigmas=[1.0, 0.8, 0.6, 0.3]), kinds=tuple(FAMILIES[1:])),
+    "sigmas": Usage(calling(sigmas=[1.0, 0.8, 0.6, 0.3]), kinds=("FluxInpaintPipeline-spoken",)),
     "eta": Usage(calling(eta=0.7), kinds=UNETS),
     "scheduler": Usage(around=other_scheduler, batch=True),
     "from_pipe": Usage(around=from_pipe, kinds=tuple(FAMILIES)),
     "offloaded": Usage(around=offloaded, kinds=tuple(FAMILIES), builds=True),
+    "in parts": Usage(on_device, offloaded_in_parts, tuple(FAMILIES), builds=True),
+    "in groups": Usage(around=offloaded_in_groups, kinds=WHOLE, builds=True),
+    "cast": Usage(around=cast_by_layers, kinds=WHOLE, builds=True),
+    "cached": Usage(around=with_cached_blocks, kinds=CONTEXTS, builds=True),
     "moved": Usage(around=moved, kinds=tuple(FAMILIES), builds=True),
     "bfloat16": Usage(narrowed, in_bfloat16, tuple(FAMILIES), builds=True, narrow=True),
     "loaded": Usage(around=loaded, kinds=tuple(FAMILIES)),
-    "fused": Usage(around=fused, kinds=tuple(FAMILIES), builds=True),
+    "fused": Usage(around=fused, kinds=FUSING, builds=True),
     "free u": Usage(around=with_free_u, kinds=UNETS, builds=True),
-    "sliced": Usage(around=sliced, kinds=tuple(FAMILIES[1:]), builds=True),
+    "sliced": Usage(around=sliced, kinds=WHOLE, builds=True),
 }
 
 
@@ -296,7 +381,7 @@ def result_of(pipe: Any, arguments: Arguments) -> Tensor:
     images = ended[0] if isinstance(ended, tuple) else ended.images
     if isinstance(images, list):
         images = np.stack([np.asarray(one) for one in images])
-    return torch.as_tensor(images)
+    return torch.as_tensor(images).cpu()
 
 
 def copied(generator: Any) -> Any:
@@ -418,7 +503,7 @@ def cells(batches: bool = False) -> list[Any]:
     """Kinds with usages; those of one kind follow each other, and few are quick."""
     return [
         pytest.param(name, usage, marks=() if (name, usage) in QUICK else pytest.mark.slow)
-        for name in KINDS
+        for name in USED
         for usage, one in USAGES.items()
         if name in one.kinds and not (batches and (name == ALONE or not one.batch))
     ]

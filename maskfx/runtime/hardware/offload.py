@@ -1,18 +1,24 @@
-"""Offloaded modules: moves them from the host to their device with their accelerate hook.
+"""Offloaded modules: moves them to their device with an accelerate hook, and reads their numbers.
 
 diffusers' `enable_model_cpu_offload` gives each module one hook of accelerate's, which moves the
 whole module before its forward and sends another one back. So does `enable_auto_cpu_offload` of a
 components manager, with a hook of its own. Hooks on parts of a module (sequential
-and group offloading) act in the middle of its forward; such a module runs as a whole.
+and group offloading) act in the middle of its forward; such a module runs as a whole. Until then
+its weights may be placeholders: of sequential offloading tensors without data, of groups on disk
+memory that nothing was written to.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 
 from maskfx.runtime.hardware.devices import CPU
 
@@ -61,3 +67,37 @@ def device_of(module: nn.Module) -> torch.device:
         return torch.device(hook.execution_device)
     weights = next(module.parameters(), None)
     return CPU if weights is None else weights.device
+
+
+def numbers_elsewhere(module: nn.Module) -> dict[int, Callable[[], Tensor]]:
+    """Return what reads the numbers of each placeholder among a module's weights, by its id."""
+    parts = module.modules()
+    return dict(chain.from_iterable((*kept_on_host(part), *kept_on_disk(part)) for part in parts))
+
+
+def kept_on_host(part: nn.Module) -> Iterator[tuple[int, Callable[[], Tensor]]]:
+    """Yield id and reader of weights that an accelerate hook keeps in a mapping by their names."""
+    hook = vars(part).get("_hf_hook")
+    for one in getattr(hook, "hooks", (hook,)):
+        kept: Any = getattr(one, "weights_map", None)
+        if kept is None:
+            continue
+        within = bool(getattr(one, "place_submodules", False))
+        for name, value in chain(part.named_parameters("", within), part.named_buffers("", within)):
+            if value.is_meta:
+                yield id(value), partial(kept.__getitem__, name)
+
+
+def kept_on_disk(part: nn.Module) -> Iterator[tuple[int, Callable[[], Tensor]]]:
+    """Yield id and reader of weights that diffusers' offloading of groups keeps in a file."""
+    for hook in getattr(vars(part).get("_diffusers_hook"), "hooks", {}).values():
+        group: Any = getattr(hook, "group", None)
+        if getattr(group, "_is_offloaded_to_disk", False):
+            for value, key in group.tensor_to_key.items():
+                yield id(value), partial(read_tensor, group.safetensors_file_path, key)
+
+
+def read_tensor(path: str, key: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        found: Tensor = file.get_tensor(key)
+    return found
