@@ -30,7 +30,7 @@ class DecisionTime(NamedTuple):
 
     seconds: float
     requests: int  # that it was about
-    within: bool  # whether a group was at work
+    within: bool  # whether each block had a group at work
 
 
 @dataclass
@@ -159,7 +159,7 @@ class RoundSimulation:
     def _timed(self, now: float) -> Round:
         asked = [active.request(self._state.home(id)) for id, active in self._waiting.items()]
         given = () if self.at_borders else (self._state,)
-        within = bool(self._running)
+        within = not self._state.open
         began = time.process_time()  # of this process, whatever else the machine does
         decided = self.scheduler.decide(now, asked, *given)
         spent = DecisionTime(time.process_time() - began, len(asked), within)

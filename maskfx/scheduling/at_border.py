@@ -63,7 +63,7 @@ class Border:
             plans = schedules(jobs, now, free, devices, later) if free else ()
             starts = [self._pack(waiting, free)]
             starts += [start for p in plans if (start := self._start(waiting, p))]
-            rounds = [self._fill(pending, [*reserved, *start]) for start in starts]
+            rounds = [self._fill(pending, [*reserved, *start]) for start in distinct(starts)]
             best = self._best(pending, distinct(rounds))
         join(without_groups(pending, best), best, self.length, self.memo, self.settings)
         return best

@@ -23,21 +23,15 @@ class BlockState:
     def __init__(self, devices: int) -> None:
         self.devices = devices
         self.free = FreeDevices(devices)
+        self.blocks = -(-devices // BLOCK)
         self.borders: dict[int, float] = {}  # by block, as predicted
+        self.open = list(range(self.blocks))  # blocks without a group at work, ascending
         self.partial: set[int] = set()  # blocks with free devices beside a group at work
         self._homes: dict[str, Devices] = {}
         self._residents: dict[int, list[str]] = {}  # requests with a home, by block
         self._vacated: set[int] = set()  # blocks without a group at work, with residents
         self._done: dict[Devices, float] = {}  # when the requests of each group are done
         self._later: list[tuple[float, int]] = []  # the same, ascending, with numbers of devices
-
-    @property
-    def blocks(self) -> range:
-        return range(-(-self.devices // BLOCK))
-
-    @property
-    def open(self) -> list[int]:
-        return [block for block in self.blocks if block not in self.borders]
 
     @property
     def running(self) -> list[Devices]:
@@ -75,6 +69,8 @@ class BlockState:
             block = at.start // BLOCK
             self.free.take(at)
             end = now + group.seconds
+            if block not in self.borders:
+                self.open.remove(block)
             self.borders[block] = max(end, self.borders.get(block, end))
             self._done[at] = end + group.further
             insort(self._later, (end + group.further, at.size))
@@ -92,6 +88,7 @@ class BlockState:
         block = at.start // BLOCK
         if self.free.count_in(block * BLOCK, self.size(block)) == self.size(block):
             del self.borders[block]
+            insort(self.open, block)
             self._vacated.add(block)
         self._note(block)
 

@@ -29,7 +29,7 @@ from heapq import nsmallest
 from operator import attrgetter
 
 from maskfx.errors import InputError
-from maskfx.scheduling.at_border import Border, round_length
+from maskfx.scheduling.at_border import OUTLOOK, Border, round_length
 from maskfx.scheduling.block_state import BlockState
 from maskfx.scheduling.degree_costs import StepProfile
 from maskfx.scheduling.drafts import without_groups
@@ -45,8 +45,6 @@ from maskfx.scheduling.round_plan import (
 )
 from maskfx.scheduling.urgency import Pending, Rank
 from maskfx.scheduling.within import Placed, until_border
-
-LATER = 32 * BLOCK  # busy devices at most whose end is considered
 
 
 @dataclass
@@ -82,12 +80,12 @@ class RoundScheduler:
             state: Which devices are free; None: all.
         """
         state = state or BlockState(self.devices)
-        pending, late, drops = self._ranked(now, requests)
+        able = [r for r in requests if self._decidable(now, r, state)]
+        pending, late, drops = self._ranked(now, able)
         resting: dict[int, list[Pending]] = {}
         waiting = []
         for request in pending:
-            home = request.request.home
-            block = home.start // BLOCK if home else -1
+            block = _block(request.request)
             if block in state.borders:
                 resting.setdefault(block, []).append(request)
             else:
@@ -100,6 +98,14 @@ class RoundScheduler:
             groups += self._within(now, waiting, resting, state)
         found = [g for border, placed in groups for g in device_groups(placed, border - now)]
         return Round(now, tuple(found), tuple(p.id for p in late), tuple(p.id for p in drops))
+
+    def _decidable(self, now: float, request: RoundRequest, state: BlockState) -> bool:
+        """Return False if a request rests on its block until the border, without time for a step.
+
+        Also a late one, which is dropped at the border.
+        """
+        border = state.borders.get(_block(request))
+        return border is None or self._memo.of(request.work).times.least <= border - now
 
     def _ranked(
         self, now: float, requests: Sequence[RoundRequest]
@@ -129,8 +135,8 @@ class RoundScheduler:
         if not blocks:
             return []
         devices = sum(map(state.size, blocks))
-        others = len(blocks) < len(state.blocks) and len(waiting) > 1
-        later = state.later(now, LATER) if others else ()
+        others = len(blocks) < state.blocks and len(waiting) > 1
+        later = state.later(now, BLOCK * min(OUTLOOK, len(waiting))) if others else ()
         elsewhere = _elsewhere(now, waiting, state) if others else {}
         length = self._length(waiting)
         border = Border(self._memo, self.settings, devices, now, length, later, elsewhere)
@@ -149,7 +155,7 @@ class RoundScheduler:
         """Return the open blocks that are decided about: no more than there are requests."""
         blocks = state.open
         if len(waiting) >= len(blocks):
-            return blocks
+            return blocks.copy()
         homes = {p.request.home.start // BLOCK for p in waiting if p.request.home}
         first = sorted(blocks, key=lambda block: block not in homes)
         return sorted(first[: len(waiting)])
@@ -174,6 +180,11 @@ class RoundScheduler:
                 found.append((now + longest(placed, length), placed))
                 waiting = without_groups(waiting, [draft for draft, _ in placed])
         return found
+
+
+def _block(request: RoundRequest) -> int:
+    """Return the block in which a request has its devices; -1 if it has none."""
+    return request.home.start // BLOCK if request.home else -1
 
 
 def _elsewhere(now: float, waiting: Sequence[Pending], state: BlockState) -> dict[str, float]:
