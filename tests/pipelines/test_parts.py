@@ -125,9 +125,10 @@ def test_an_original_of_linear_light_is_kept_as_it_is() -> None:
     old = np.linspace(-0.02, 55.0, 16 * 16 * 3, dtype=np.float32).reshape(1, 16, 16, 3)
     mask = torch.zeros(16, 16, dtype=torch.bool)
     assert np.array_equal(overlay(np.zeros_like(old), list(old), [mask]), old)
-    signed = np.linspace(-1.0, 1.0, 16 * 16 * 3, dtype=np.float32).reshape(1, 16, 16, 3)
-    found = overlay(np.zeros_like(signed), list(signed), [mask])
-    assert np.allclose(found, signed / 2 + 0.5)
+    for least, most in ((-1.0, 1.0), (-1.04, 1.03), (-0.1, 1.0), (-1.0, -0.2)):
+        signed = np.linspace(least, most, 16 * 16 * 3, dtype=np.float32).reshape(1, 16, 16, 3)
+        found = overlay(np.zeros_like(signed), list(signed), [mask])
+        assert np.allclose(found, signed / 2 + 0.5)
 
 
 def test_pictures_of_one_sample_are_laid_over_theirs():

@@ -261,7 +261,8 @@ def as_numbers(original: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -
 def as_array(value: object) -> Pixels:
     """Convert an image to (height, width, channels) of floats in [0, 1].
 
-    Numbers above 1, as those of linear light in a high dynamic range, stay as they are.
+    Inputs of VAEs are in [-1, 1], and interpolation may go a little beyond. Linear light of a high
+    dynamic range, which has numbers far above 1 and hardly any below 0, stays as it is.
     """
     if isinstance(value, Tensor):
         array = value.detach().cpu().float().numpy()
@@ -271,7 +272,7 @@ def as_array(value: object) -> Pixels:
         array = array[..., None] if array.ndim == 2 else array
     if array.dtype == np.uint8:
         return array.astype(np.float32) / 255
-    signed = array.min() < 0 and array.max() <= 1  # inputs of VAEs are in [-1, 1]
+    signed = array.min() < 0 and array.max() <= max(1.0, -2 * array.min())
     return array / 2 + 0.5 if signed else array
 
 
