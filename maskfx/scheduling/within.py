@@ -30,8 +30,9 @@ def until_border(
     if not pending:
         return []
     admit(pending, free.count)
+    pending = by_urgency(pending)
     groups: list[Placed] = []
-    for request in by_urgency(pending):
+    for request in pending:
         if not free.count:
             break
         fitting = [k for k in request.usable(length) if request.times.seconds[k] <= length]
