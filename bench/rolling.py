@@ -28,9 +28,9 @@ from torch import Tensor, fx
 
 from bench import harness
 from bench.report import columns, milliseconds, times
-from maskfx.ir.program import STRETCH, Interface, Program, Region, Tap
-from maskfx.ir.pyramid import Pyramid
-from maskfx.ir.sources import Loaded, Rest, Source
+from maskfx.ir.geometry.pyramid import Pyramid
+from maskfx.ir.programs.program import STRETCH, Interface, Program, Region, Tap
+from maskfx.ir.programs.sources import Loaded, Rest, Source
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member

@@ -31,8 +31,8 @@ from bench.harness import ROOT, alternate, figure, header, write_json
 from bench.report import columns
 from bench.shapes import Inputs, Shape
 from maskfx import CompiledDenoiser, EditStep, StepCache
-from maskfx.ir.program import Program
-from maskfx.ir.sources import Halo, Rest
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.sources import Halo, Rest
 from maskfx.runtime.batch import flops
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format

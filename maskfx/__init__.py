@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from maskfx.api import compile as compile
     from maskfx.api import explain as explain
-    from maskfx.engine.batch_policy import BatchPolicy as BatchPolicy
+    from maskfx.engine.admission.batch_policy import BatchPolicy as BatchPolicy
     from maskfx.engine.engine import Engine as Engine
-    from maskfx.engine.helper_processes import HelperProcesses as HelperProcesses
-    from maskfx.engine.services import OwnProcesses as OwnProcesses
+    from maskfx.engine.processes.helper_processes import HelperProcesses as HelperProcesses
+    from maskfx.engine.processes.services import OwnProcesses as OwnProcesses
     from maskfx.errors import AdapterError as AdapterError
     from maskfx.errors import BudgetError as BudgetError
     from maskfx.errors import Busy as Busy
@@ -71,7 +71,7 @@ HOMES = {
     "Adapter": "maskfx.runtime.lora.adapter",
     "AdapterError": "maskfx.errors",
     "Adapters": "maskfx.runtime.lora.registry",
-    "BatchPolicy": "maskfx.engine.batch_policy",
+    "BatchPolicy": "maskfx.engine.admission.batch_policy",
     "Budget": "maskfx.runtime.templates.budget",
     "BudgetError": "maskfx.errors",
     "Busy": "maskfx.errors",
@@ -89,7 +89,7 @@ HOMES = {
     "EditStep": "maskfx.runtime.steps",
     "Engine": "maskfx.engine.engine",
     "EngineError": "maskfx.errors",
-    "HelperProcesses": "maskfx.engine.helper_processes",
+    "HelperProcesses": "maskfx.engine.processes.helper_processes",
     "InputError": "maskfx.errors",
     "Loader": "maskfx.runtime.cache.loader",
     "Lora": "maskfx.pipelines.adapters.lora",
@@ -99,7 +99,7 @@ HOMES = {
     "Masks": "maskfx.runtime.sites.masks",
     "MissingRequest": "maskfx.errors",
     "NumberError": "maskfx.errors",
-    "OwnProcesses": "maskfx.engine.services",
+    "OwnProcesses": "maskfx.engine.processes.services",
     "PatchReuse": "maskfx.runtime.reuse.patches",
     "Quality": "maskfx.pipelines.quality",
     "RecordStep": "maskfx.runtime.steps",

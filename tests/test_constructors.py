@@ -8,7 +8,7 @@ import torch
 
 import maskfx
 from maskfx.errors import InputError, MaskfxError
-from maskfx.scheduling.elastic import ElasticRounds
+from maskfx.scheduling.rounds.elastic import ElasticRounds
 from maskfx.scheduling.slack_admission import SlackAdmission
 
 LAYER = maskfx.LowRank(torch.zeros(2, 4), torch.zeros(4, 2), scale=1.0)

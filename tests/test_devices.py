@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import maskfx
-from maskfx.ir.program import Program
-from maskfx.ir.sources import RestSpans, Spans
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.sources import RestSpans, Spans
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.templates.template_library import TemplateLibrary
 from maskfx.runtime.cache.loader import Loader

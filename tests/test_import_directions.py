@@ -67,9 +67,9 @@ def at_start(tree: ast.Module) -> Iterator[ast.stmt]:
         ("maskfx.errors", "import maskfx as m", "maskfx"),
         ("maskfx.serve.launch", "from maskfx.cli import main", "maskfx.cli"),
         ("maskfx.engine.engine", "from . import ticket", "."),
-        ("maskfx.ir.lanes", "def late():\n    import maskfx.ops", "maskfx.ops"),
-        ("maskfx.ir.lanes", "if TYPE_CHECKING:\n    import maskfx.serve", "maskfx.serve"),
-        ("maskfx.ir.lanes", "import maskfx.utils", "maskfx.utils"),
+        ("maskfx.ir.geometry.lanes", "def late():\n    import maskfx.ops", "maskfx.ops"),
+        ("maskfx.ir.geometry.lanes", "if TYPE_CHECKING:\n    import maskfx.serve", "maskfx.serve"),
+        ("maskfx.ir.geometry.lanes", "import maskfx.utils", "maskfx.utils"),
     ],
 )
 def test_reports_a_broken_import(importer: str, source: str, seen: str) -> None:

@@ -90,10 +90,10 @@ def test_a_room_imports_nothing_that_its_docstring_does_not_list(room: str) -> N
 @pytest.mark.parametrize(
     ("line", "target", "listed"),
     [
-        ("ir, errors", "maskfx.ir.lanes", True),
+        ("ir, errors", "maskfx.ir.geometry.lanes", True),
         ("ir, errors", "maskfx.ops", False),
         ("ir; not ops", "maskfx.ops", False),
-        ("ir/grids", "maskfx.ir.lanes", False),
+        ("ir/geometry/grids", "maskfx.ir.geometry.lanes", False),
         ("runtime/cache", "maskfx.runtime.cache.stores.store", True),
         ("runtime/*.py", "maskfx.runtime.steps", True),
         ("runtime/*.py", "maskfx.runtime.cache.stores.store", False),

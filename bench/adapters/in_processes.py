@@ -34,8 +34,8 @@ from bench.adapters.dense_layers import LORAS, RANK, inputs_of, lora
 from bench.report import columns
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.rank_group import RankGroup
-from maskfx.engine.served_denoiser import ServedDenoiser
-from maskfx.engine.step_process import StepProcess
+from maskfx.engine.processes.served_denoiser import ServedDenoiser
+from maskfx.engine.processes.step_process import StepProcess
 from maskfx.runtime.lora.in_place_costs import InPlaceCosts, SharedStep
 from maskfx.runtime.step_executor import SharedAdapters, StepExecutor
 from maskfx.serve.models.model_source import load_pipeline

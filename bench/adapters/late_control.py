@@ -54,7 +54,7 @@ from bench.adapters.workflow import SCALES, build_workflow, call_of, nets_of, sa
 from bench.quality.edits import draw_edit
 from bench.quality.metrics import ssim
 from bench.report import columns, times
-from maskfx.engine.step_process import StepProcess
+from maskfx.engine.processes.step_process import StepProcess
 from maskfx.pipelines.call_defaults import call_of as told_by
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.shipped import FOLDER

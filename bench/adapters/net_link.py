@@ -23,7 +23,7 @@ import torch
 import maskfx
 from bench.foundations import STEPS, control_pipeline
 from bench.harness import ROOT, header, write_json
-from maskfx.engine.step_process import StepProcess
+from maskfx.engine.processes.step_process import StepProcess
 from maskfx.runtime.steps import EditStep
 from maskfx.runtime.transport.tensor_transport import pack
 

@@ -38,7 +38,7 @@ import numpy as np
 
 from bench.harness import ROOT, header, write_json
 from bench.report import columns
-from maskfx.engine.services import HALF_LIFE
+from maskfx.engine.processes.services import HALF_LIFE
 from maskfx.runtime.popularity import (
     LeastFrequentlyUsed,
     LeastRecentlyUsed,

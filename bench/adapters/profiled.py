@@ -29,7 +29,7 @@ from bench.quality.edits import draw_edit
 from bench.quality.metrics import ssim, window_of
 from bench.report import columns
 from maskfx.pipelines.call_defaults import call_of
-from maskfx.pipelines.profile import profile_adapter
+from maskfx.pipelines.fitting.profile import profile_adapter
 from maskfx.runtime.lora.files import AdapterFile
 from maskfx.runtime.lora.registry import RegisteredAdapter
 from maskfx.shipped import FOLDER, loras, reference

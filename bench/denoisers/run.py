@@ -30,8 +30,8 @@ from bench.denoisers.sides import Contest, blank, prepare, read_sides, relative_
 from bench.harness import alternate, count_flops, figure, flipped, ratio, timed
 from bench.shapes import Inputs, Shape, Size
 from maskfx import CompiledDenoiser, EditStep
-from maskfx.ir.grids import full_window
-from maskfx.ir.sources import Given, Halo, Loaded, Pairs, Rest, RestStats, RestSum
+from maskfx.ir.geometry.grids import full_window
+from maskfx.ir.programs.sources import Given, Halo, Loaded, Pairs, Rest, RestStats, RestSum
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.sites.active import ActiveSites

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import maskfx
 from bench.engine.bed import Bench, Request
-from maskfx.engine.helper_processes import HelperProcesses
-from maskfx.engine.placement import InEngineLoop
+from maskfx.engine.processes.helper_processes import HelperProcesses
+from maskfx.engine.processes.placement import InEngineLoop
 from maskfx.runtime.hardware import cpu_threads as giving
 from maskfx.scheduling.slack_admission import SlackAdmission
 

@@ -18,7 +18,7 @@ from bench.engine.arrivals import wait_all
 from bench.engine.bed import Bench
 from bench.harness import ratio
 from maskfx.engine import engine as engines
-from maskfx.engine.helper_processes import HelperProcesses
+from maskfx.engine.processes.helper_processes import HelperProcesses
 from maskfx.runtime.execution import graph_runs
 from maskfx.runtime.hardware import cpu_threads as giving
 

@@ -37,7 +37,7 @@ from bench.engine.arrivals import Plan, arrivals, rows_of, wait_all
 from bench.engine.bed import ENCODINGS, TEMPLATES, Bench, Request, open_bench, requests
 from bench.engine.cores import cores
 from bench.harness import ROOT, alternate, figure, header, ratio, resident, write_json
-from maskfx.engine.helper_processes import HelperProcesses
+from maskfx.engine.processes.helper_processes import HelperProcesses
 from maskfx.pipelines.runs import execute as executing
 
 RESULTS = ROOT / "bench" / "results"

@@ -18,8 +18,8 @@ import maskfx
 from bench.quality.bed import WARM_UP, Bed, Case, Pixels
 from bench.quality.caches import CACHES
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.fitting.observed_runs import observed_run
 from maskfx.pipelines.model_folders import model_folders
-from maskfx.pipelines.observed_runs import observed_run
 from maskfx.runtime.reuse.fitted_forecast import table_in
 from maskfx.runtime.reuse.judge_training import ObservedRun, forecast_error
 from maskfx.runtime.reuse.judges import Bools, PatchFeatures

@@ -34,8 +34,8 @@ from maskfx import DenseStep, EditStep
 from maskfx.distributed.division.links import LinkCosts
 from maskfx.distributed.division.measured_steps import WHOLE
 from maskfx.distributed.rank_group import RankGroup
-from maskfx.ir.head_sources import AttentionWay
-from maskfx.ir.program import Program
+from maskfx.ir.programs.head_sources import AttentionWay
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.batch.member import Member
 
 SIDE, SHARE = 64, 0.11

@@ -38,7 +38,7 @@ from bench.shapes import Shape
 from maskfx import DenseStep
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
-from maskfx.ir.head_sources import AttentionWay
+from maskfx.ir.programs.head_sources import AttentionWay
 
 DEGREE = 2
 EVEN = Partition(((1.0,) * DEGREE,), (True,))

@@ -33,7 +33,7 @@ from maskfx import DenseStep, EditStep
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.division.step_costs import Exchanges
 from maskfx.distributed.rank_group import RankGroup
-from maskfx.ir.head_sources import WAYS, AttentionWay
+from maskfx.ir.programs.head_sources import WAYS, AttentionWay
 from maskfx.runtime.batch.member import Member
 
 RANKS, SHARE = (2, 3, 4), 0.2

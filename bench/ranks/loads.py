@@ -32,7 +32,7 @@ from bench.shapes import Shape
 from maskfx import EditStep
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
-from maskfx.ir.head_sources import AttentionWay
+from maskfx.ir.programs.head_sources import AttentionWay
 from maskfx.runtime.cache.serialize import SCHEMA, encode
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.stored_steps import decode_parts

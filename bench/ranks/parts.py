@@ -32,7 +32,7 @@ from bench.shapes import Shape
 from maskfx import EditStep
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.rank_step import RankPrograms
-from maskfx.ir.head_sources import WAYS, AttentionWay
+from maskfx.ir.programs.head_sources import WAYS, AttentionWay
 
 # by what the names of operators contain; the first that fits counts
 KINDS = {

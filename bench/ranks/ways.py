@@ -29,7 +29,7 @@ from bench.shapes import Shape
 from maskfx import DenseStep, EditStep
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
-from maskfx.ir.head_sources import WAYS, AttentionWays
+from maskfx.ir.programs.head_sources import WAYS, AttentionWays
 
 CHOSEN = "chosen"
 

@@ -22,8 +22,8 @@ from math import floor, inf
 
 from maskfx.scheduling.degree_costs import StepProfile
 from maskfx.scheduling.load import Work
-from maskfx.scheduling.placement import Devices
-from maskfx.scheduling.round_plan import DeviceGroup, Round, RoundRequest
+from maskfx.scheduling.rounds.placement import Devices
+from maskfx.scheduling.rounds.round_plan import DeviceGroup, Round, RoundRequest
 
 EDGE = 1e-9
 BATCH = 8  # requests in a group at most, as in `RoundSettings`

@@ -33,10 +33,10 @@ from bench.rounds.simulation import Machine, Outcome, simulate_fixed, simulate_r
 from maskfx.engine.ticket import Ticket
 from maskfx.errors import DeadlineMissed
 from maskfx.scheduling.degree_costs import DEGREES, DegreeCosts
-from maskfx.scheduling.elastic import SETTINGS, ElasticRounds
 from maskfx.scheduling.load import Demand, Work
-from maskfx.scheduling.round_policy import RankedGroup, RoundCall, RoundDecision, StepLoad
-from maskfx.scheduling.rounds import RoundScheduler
+from maskfx.scheduling.rounds.elastic import SETTINGS, ElasticRounds
+from maskfx.scheduling.rounds.round_policy import RankedGroup, RoundCall, RoundDecision, StepLoad
+from maskfx.scheduling.rounds.rounds import RoundScheduler
 
 SIDES = (128, 256, 384)  # pixels
 PROMPT = "a red circle"

@@ -61,10 +61,10 @@ from bench.rounds.workloads import (
 )
 from bench.simulate.traffic import mask_source
 from maskfx.scheduling.degree_costs import DegreeCosts
-from maskfx.scheduling.knapsack import Option, choose_options
 from maskfx.scheduling.load import Demand, Work
-from maskfx.scheduling.round_plan import Round, RoundRequest, RoundSettings
-from maskfx.scheduling.rounds import RoundScheduler
+from maskfx.scheduling.rounds.knapsack import Option, choose_options
+from maskfx.scheduling.rounds.round_plan import Round, RoundRequest, RoundSettings
+from maskfx.scheduling.rounds.rounds import RoundScheduler
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 COMPARED = (

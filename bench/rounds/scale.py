@@ -36,7 +36,7 @@ from bench.rounds.workloads import (
 from bench.simulate.traffic import mask_source
 from maskfx.scheduling.degree_costs import DegreeCosts
 from maskfx.scheduling.load import Demand
-from maskfx.scheduling.rounds import RoundScheduler
+from maskfx.scheduling.rounds.rounds import RoundScheduler
 
 SIZES = (8, 64, 256, 512, 1000)
 LOAD = 0.8  # share of the devices that are busy at degree 1, without batching

@@ -15,12 +15,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from maskfx.scheduling.block_state import BlockState
 from maskfx.scheduling.degree_costs import StepProfile
 from maskfx.scheduling.load import Demand
-from maskfx.scheduling.placement import BLOCK, Devices
-from maskfx.scheduling.round_plan import Round, RoundRequest
-from maskfx.scheduling.rounds import RoundScheduler
+from maskfx.scheduling.rounds.block_state import BlockState
+from maskfx.scheduling.rounds.placement import BLOCK, Devices
+from maskfx.scheduling.rounds.round_plan import Round, RoundRequest
+from maskfx.scheduling.rounds.rounds import RoundScheduler
 
 EDGE = 1e-9
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest
+from maskfx.engine.admission.batch_policy import BatchPolicy, WaitingRequest
 from maskfx.scheduling.admission_policy import AdmissionPolicy
 from maskfx.scheduling.cost_model import FittedCosts
 from maskfx.scheduling.load import Demand
-from maskfx.scheduling.round_policy import RoundCall, StepLoad
+from maskfx.scheduling.rounds.round_policy import RoundCall, StepLoad
 
 EDGE = 1e-9  # seconds: rounding
 

@@ -48,7 +48,7 @@ from bench.engine.bed import smooth_picture
 from bench.harness import ROOT, header, write_json
 from bench.simulate.engine_simulation import EngineSimulation
 from bench.simulate.traffic import gaps
-from maskfx.engine.default_admission import DefaultAdmission
+from maskfx.engine.admission.default_admission import DefaultAdmission
 from maskfx.engine.step_runner import Step
 from maskfx.engine.ticket import Ticket
 from maskfx.runtime.reuse.step_selection import WHOLE
@@ -57,7 +57,7 @@ from maskfx.scheduling.admission_policy import AdmissionDecision, AdmissionPolic
 from maskfx.scheduling.composition import Composition
 from maskfx.scheduling.cost_model import COEFFICIENTS, FittedCosts
 from maskfx.scheduling.load import Demand, Work
-from maskfx.scheduling.round_policy import RoundCall, StepLoad
+from maskfx.scheduling.rounds.round_policy import RoundCall, StepLoad
 from maskfx.serve.models.pipeline_model import members_of
 from maskfx.shipped import reference
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 import maskfx
 from maskfx.errors import InputError
-from maskfx.pipelines.profile import AdapterProfile, profile_adapter
+from maskfx.pipelines.fitting.profile import AdapterProfile, profile_adapter
 from maskfx.runtime.lora.files import AdapterFile, check_header
 from maskfx.runtime.lora.profile import store_profile
 from maskfx.runtime.lora.registry import RegisteredAdapter

@@ -15,7 +15,7 @@ from maskfx.cli.edit import opened
 from maskfx.cli.training_runs import PROMPTS, arguments_for, beside, check_out, edit_for
 from maskfx.errors import InputError
 from maskfx.ir import progress
-from maskfx.pipelines.fitted_runs import FitReport, fit_forecasts
+from maskfx.pipelines.fitting.fitted_runs import FitReport, fit_forecasts
 from maskfx.runtime.reuse.fitted_forecast import FILE, ForecastTable, load_table
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.models.model_source import load_pipeline, told_by

@@ -13,7 +13,7 @@ import maskfx
 from maskfx.cli.training_runs import PROMPTS, arguments_for, beside, check_out
 from maskfx.errors import InputError
 from maskfx.ir import progress
-from maskfx.pipelines.observed_runs import observed_run
+from maskfx.pipelines.fitting.observed_runs import observed_run
 from maskfx.runtime.reuse.judge_training import AGREEING, ObservedRun, train_judge
 from maskfx.runtime.reuse.judges import FILE, TableJudge
 from maskfx.serve.config import ServeSettings

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from maskfx.compiler.capture.captured import Capture
-from maskfx.ir.lazy_module import LazyModule
-from maskfx.ir.program import Interface
-from maskfx.ir.pyramid import Pyramid
+from maskfx.ir.geometry.pyramid import Pyramid
+from maskfx.ir.modules.lazy_module import LazyModule
+from maskfx.ir.programs.program import Interface
 from maskfx.passes.context import PassContext
 from maskfx.passes.lift_side_graphs import dense_closure
 from maskfx.passes.mark_lanes import mark_lanes

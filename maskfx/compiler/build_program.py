@@ -10,10 +10,10 @@ from types import FunctionType
 import xxhash
 from torch import Tensor, fx
 
-from maskfx.ir.lanes import Batch, lane_of
-from maskfx.ir.lazy_module import LazyModule, over_same
-from maskfx.ir.program import Interface, Product, Program
-from maskfx.ir.sources import Tapped
+from maskfx.ir.geometry.lanes import Batch, lane_of
+from maskfx.ir.modules.lazy_module import LazyModule, over_same
+from maskfx.ir.programs.program import Interface, Product, Program
+from maskfx.ir.programs.sources import Tapped
 from maskfx.ir.values import autocast_dtypes, octets
 from maskfx.passes.context import ROWS, PassContext, aten, get_attribute
 

@@ -14,11 +14,11 @@ from maskfx.compiler.annotate import MarkedGraph, fresh_copy
 from maskfx.compiler.build_program import build
 from maskfx.compiler.capture.captured import Capture
 from maskfx.ir import progress
-from maskfx.ir.lanes import NotLaned
+from maskfx.ir.geometry.lanes import NotLaned
+from maskfx.ir.geometry.pyramid import Pyramid
 from maskfx.ir.many_objects import many_objects
 from maskfx.ir.nodes import is_write
-from maskfx.ir.program import Interface, Program, SideGraph
-from maskfx.ir.pyramid import Pyramid
+from maskfx.ir.programs.program import Interface, Program, SideGraph
 from maskfx.passes.context import NoRows, PassContext, Unsupported
 from maskfx.passes.inline_regions import inline_regions
 from maskfx.passes.pipeline import PIPELINE, Pass, PassRecord, run_passes

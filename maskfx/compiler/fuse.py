@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import fx
 
 from maskfx.compiler.pieces import copied
-from maskfx.ir.lazy_module import over_same
+from maskfx.ir.modules.lazy_module import over_same
 from maskfx.passes.fuse_kernels import fuse_kernels
 from maskfx.passes.read_packed_keys import SCALES, STEPS, read_packed_keys
 

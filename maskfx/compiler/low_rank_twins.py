@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from maskfx.compiler.artifact.graphs import place_of
-from maskfx.ir.lazy_module import LazyModule
-from maskfx.ir.program import Program, SideGraph
+from maskfx.ir.modules.lazy_module import LazyModule
+from maskfx.ir.programs.program import Program, SideGraph
 from maskfx.ops.whole_modules import Whole
 from maskfx.passes.add_low_rank import add_low_rank
 from maskfx.passes.context import get_attribute

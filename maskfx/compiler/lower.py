@@ -16,10 +16,19 @@ from maskfx.compiler import lower_sums
 from maskfx.compiler.build_program import recording_twin, taps_of
 from maskfx.compiler.lowering import RULES, Lowering, Node, Operands, aten, rule
 from maskfx.errors import CompileError
-from maskfx.ir.lanes import is_image
-from maskfx.ir.lazy_module import LazyModule
-from maskfx.ir.program import Program
-from maskfx.ir.sources import Calls, CallSpans, LinePairs, Lines, Pairs, PairTable, Rest, RestSpans
+from maskfx.ir.geometry.lanes import is_image
+from maskfx.ir.modules.lazy_module import LazyModule
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.sources import (
+    Calls,
+    CallSpans,
+    LinePairs,
+    Lines,
+    Pairs,
+    PairTable,
+    Rest,
+    RestSpans,
+)
 
 __all__ = ["RULES", "lower", "lower_sums"]
 

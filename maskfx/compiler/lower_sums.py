@@ -6,7 +6,7 @@ import torch
 
 from maskfx import ops
 from maskfx.compiler.lowering import Lowering, Node, Operands, aten, rule
-from maskfx.ir.sources import RestSpans
+from maskfx.ir.programs.sources import RestSpans
 from maskfx.ops.pairs import read_steps
 
 

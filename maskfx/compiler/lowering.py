@@ -11,8 +11,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from maskfx.errors import CompileError
-from maskfx.ir.program import Program
-from maskfx.ir.sources import (
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.sources import (
     CallSpans,
     LinePairs,
     Lines,

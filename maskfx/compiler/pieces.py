@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from maskfx.ir.lazy_module import LazyModule, over_same
+from maskfx.ir.modules.lazy_module import LazyModule, over_same
 
 
 @dataclass(frozen=True)

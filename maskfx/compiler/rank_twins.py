@@ -8,10 +8,10 @@ from torch import fx
 from torch._C import FunctionSchema
 
 from maskfx import ops
-from maskfx.ir.head_sources import AttentionWay, AttentionWays, ByHead
-from maskfx.ir.lazy_module import LazyModule
-from maskfx.ir.program import Interface, Program
-from maskfx.ir.sources import Exchanged, Merged, Source
+from maskfx.ir.modules.lazy_module import LazyModule
+from maskfx.ir.programs.head_sources import AttentionWay, AttentionWays, ByHead
+from maskfx.ir.programs.program import Interface, Program
+from maskfx.ir.programs.sources import Exchanged, Merged, Source
 from maskfx.passes.add_exchanges import add_exchanges
 from maskfx.passes.context import PassContext, Unsupported
 from maskfx.passes.join_exchanges import join_exchanges

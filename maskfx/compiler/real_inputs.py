@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, fx
 
 from maskfx.compiler.compile import Compilation
-from maskfx.ir.lanes import Feature, Lane
-from maskfx.ir.lazy_module import LazyModule
-from maskfx.ir.program import Program, SideGraph
-from maskfx.ir.sources import Given, Source
+from maskfx.ir.geometry.lanes import Feature, Lane
+from maskfx.ir.modules.lazy_module import LazyModule
+from maskfx.ir.programs.program import Program, SideGraph
+from maskfx.ir.programs.sources import Given, Source
 
 aten = torch.ops.aten
 

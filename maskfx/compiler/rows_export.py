@@ -14,9 +14,9 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as symbol_config
 
 from maskfx.compiler.source_dtypes import dtype_of
-from maskfx.ir.lanes import is_image, shape_hint
-from maskfx.ir.program import Program
-from maskfx.ir.source_sizes import (
+from maskfx.ir.geometry.lanes import is_image, shape_hint
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.source_sizes import (
     HaloRows,
     KeptRows,
     KeyRows,

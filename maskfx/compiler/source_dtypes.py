@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from maskfx.ir.program import Tap
-from maskfx.ir.sources import (
+from maskfx.ir.programs.program import Tap
+from maskfx.ir.programs.sources import (
     Given,
     Halo,
     Kept,

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from maskfx.compiler.pieces import Piece, copied, cut
-from maskfx.ir.lanes import grid_segment, is_image, padded
-from maskfx.ir.lazy_module import LazyModule
-from maskfx.ir.program import STRETCH, Interface
-from maskfx.ir.sources import (
+from maskfx.ir.geometry.lanes import grid_segment, is_image, padded
+from maskfx.ir.modules.lazy_module import LazyModule
+from maskfx.ir.programs.program import STRETCH, Interface
+from maskfx.ir.programs.sources import (
     Enter,
     Exchanged,
     Given,

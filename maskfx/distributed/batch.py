@@ -9,7 +9,7 @@ from functools import cached_property
 from torch.utils import _pytree as pytree
 
 from maskfx.distributed.stretch_sums import expected
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.denoiser import CompiledDenoiser

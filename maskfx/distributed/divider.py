@@ -17,9 +17,9 @@ from maskfx.distributed.division.partition import Partition, divisions
 from maskfx.distributed.division.step_costs import Exchanges, exchanges_of, step_seconds
 from maskfx.distributed.division.work import RankWork
 from maskfx.distributed.rank_step import RankPrograms
-from maskfx.ir.head_sources import WAYS, AttentionWay, AttentionWays
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Program
+from maskfx.ir.programs.head_sources import WAYS, AttentionWay, AttentionWays
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member

@@ -8,7 +8,7 @@ from typing import ClassVar
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.exchanges.late_group import LateMember
 from maskfx.distributed.rank_step import RankPart
-from maskfx.ir.head_sources import AttentionWays
+from maskfx.ir.programs.head_sources import AttentionWays
 from maskfx.runtime.cache.rolling.shared_block import RollingContents, RollingState
 from maskfx.runtime.execution.twins import Changed
 from maskfx.runtime.steps import AnyStep

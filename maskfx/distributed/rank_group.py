@@ -35,8 +35,8 @@ from maskfx.distributed.restarts import Restarts
 from maskfx.distributed.step_runs import ATTEMPTS, StepRuns
 from maskfx.distributed.unsupported import why_unsupported
 from maskfx.errors import InputError
-from maskfx.ir.head_sources import AttentionWays
-from maskfx.ir.program import Program
+from maskfx.ir.programs.head_sources import AttentionWays
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.denoiser import CompiledDenoiser

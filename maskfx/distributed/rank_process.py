@@ -40,7 +40,7 @@ from maskfx.distributed.messages import (
 from maskfx.distributed.rank_step import RankPrograms
 from maskfx.distributed.read_ahead import ReadBatch
 from maskfx.ir.many_objects import many_objects
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, RowBlock
 from maskfx.runtime.cache.rolling.shared_block import MappedBuffers, SharedBuffers

@@ -19,10 +19,10 @@ from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.exchanges.late_group import ExchangeOrigins
 from maskfx.distributed.read_ahead import ReadAhead, ReadBatch
 from maskfx.distributed.stretch_sums import StretchChoices, StretchSums
-from maskfx.ir.head_sources import AttentionWays
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Program
-from maskfx.ir.sources import Cached
+from maskfx.ir.programs.head_sources import AttentionWays
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.sources import Cached
 from maskfx.ops.exchange import Group, within
 from maskfx.runtime.backends.eager import PackedWeights, Runner
 from maskfx.runtime.backends.graph_function import Run

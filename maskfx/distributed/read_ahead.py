@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from maskfx.errors import CacheError
-from maskfx.ir.program import Program
-from maskfx.ir.sources import Cached, RestStats, RestSum
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.sources import Cached, RestStats, RestSum
 from maskfx.runtime.backends.eager import first_uses
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member

@@ -15,7 +15,7 @@ import torch
 
 from maskfx.distributed.division.partition import Partition
 from maskfx.errors import InputError
-from maskfx.ir.program import STRETCH, Interface
+from maskfx.ir.programs.program import STRETCH, Interface
 from maskfx.ops.exchange import Group
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout

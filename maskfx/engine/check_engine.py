@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maskfx.engine.batch_policy import BatchPolicy
+from maskfx.engine.admission.batch_policy import BatchPolicy
 from maskfx.errors import InputError
 from maskfx.ir.argument_checks import (
     check_callable,

@@ -14,17 +14,17 @@ from collections.abc import Callable, Collection
 from math import inf
 from typing import TypeVar
 
-from maskfx.engine.admission import Admission
-from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest
+from maskfx.engine.admission.admission import Admission
+from maskfx.engine.admission.batch_policy import BatchPolicy, WaitingRequest
+from maskfx.engine.admission.default_admission import Default
+from maskfx.engine.admission.step_admission import step_admission
 from maskfx.engine.check_engine import check_engine, check_request
-from maskfx.engine.default_admission import Default
 from maskfx.engine.idle_recordings import IdleRecordings
 from maskfx.engine.own_pipeline import OwnPipelines
 from maskfx.engine.parked import Parked
-from maskfx.engine.placement import InRequestThreads, Placement
+from maskfx.engine.processes.placement import InRequestThreads, Placement
+from maskfx.engine.processes.services import NetServices, OwnProcesses
 from maskfx.engine.round_runner import RoundRunner
-from maskfx.engine.services import NetServices, OwnProcesses
-from maskfx.engine.step_admission import step_admission
 from maskfx.engine.step_runner import Step, StepRunner
 from maskfx.engine.template_read_ahead import TemplateReadAhead
 from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState, Told
@@ -39,7 +39,7 @@ from maskfx.pipelines.runs.run import DenoiserCall
 from maskfx.pipelines.waiting import LOOK
 from maskfx.runtime.hardware.cpu_threads import give_back, settle, share_cores
 from maskfx.scheduling.admission_policy import AdmissionPolicy
-from maskfx.scheduling.round_policy import RoundPolicy
+from maskfx.scheduling.rounds.round_policy import RoundPolicy
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class Engine:
         queue: maximum number of requests waiting besides; `submit` raises `Busy` beyond it.
         recordings: maximum number of templates waiting to be recorded while no request runs
             (`record_idle`, `Quality(reuse="idle")`); beyond it, old ones are dropped.
-        outside: where encoders, VAE and image codecs run (`maskfx.engine.placement`); defaults
-            to the requests' threads.
+        outside: where encoders, VAE and image codecs run (`engine/processes/placement.py`);
+            defaults to the requests' threads.
         remember: bytes of encoder outputs to cache (`maskfx.pipelines.encoder_cache`); 0 disables
             the cache.
         own_process: names of denoisers, such as "controlnet", that are each computed in a process

@@ -17,9 +17,9 @@ from math import inf
 from threading import Condition
 from typing import Any
 
-from maskfx.engine.admission import Admission
-from maskfx.engine.step_load import steps_left
-from maskfx.engine.step_seconds import StepSeconds
+from maskfx.engine.admission.admission import Admission
+from maskfx.engine.admission.step_load import steps_left
+from maskfx.engine.admission.step_seconds import StepSeconds
 from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState
 from maskfx.errors import Cancelled
 from maskfx.pipelines.compile import pipeline_state_of

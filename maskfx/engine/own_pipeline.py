@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from torch import nn
 
-from maskfx.engine.admission import Admission
+from maskfx.engine.admission.admission import Admission
 from maskfx.engine.idle_recordings import Run, wait_apart
-from maskfx.engine.placement import Placement, RemoteModule, parts_around
+from maskfx.engine.processes.placement import Placement, RemoteModule, parts_around
 from maskfx.engine.step_runner import StepRunner
 from maskfx.engine.ticket import Ticket
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer

@@ -16,10 +16,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from maskfx.engine.request_estimates import RequestEstimates
+from maskfx.engine.admission.request_estimates import RequestEstimates
 from maskfx.engine.ticket import ParkedCalls, Ticket
 from maskfx.errors import DeadlineMissed
-from maskfx.scheduling.round_policy import (
+from maskfx.scheduling.rounds.round_policy import (
     RankedGroup,
     RoundCall,
     RoundDecision,

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.rank_group import RankGroup
-from maskfx.engine.services import NetServices, OwnProcesses
+from maskfx.engine.processes.services import NetServices, OwnProcesses
 from maskfx.engine.ticket import AnsweredStep, MemberWork, ParkedCalls, TicketState, tell
 from maskfx.pipelines.runs.execute import Executors, StepThreads, execute
 from maskfx.runtime.denoiser import CompiledDenoiser

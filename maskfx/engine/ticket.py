@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from maskfx.errors import Cancelled, DeadlineMissed
 from maskfx.ir.argument_checks import check_number
-from maskfx.ir.level_shares import MaskWork
+from maskfx.ir.geometry.level_shares import MaskWork
 from maskfx.pipelines.runs.run import DenoiserCall
 from maskfx.runtime.hardware.cpu_threads import give_back
 from maskfx.runtime.reuse.patch_calls import PatchCounts

@@ -28,7 +28,7 @@ from maskfx.export.graph_set import GraphSet
 from maskfx.export.graphs import lowered
 from maskfx.export.manifest import read_manifest
 from maskfx.ir.listed import Join, count_listed
-from maskfx.ir.program import KEYS, STRETCH, SideGraph
+from maskfx.ir.programs.program import KEYS, STRETCH, SideGraph
 from maskfx.ir.values import is_wrapped
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.denoiser import CompiledDenoiser

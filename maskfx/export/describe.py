@@ -17,9 +17,9 @@ from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts
 from maskfx.export.manifest import FORMAT, check
 from maskfx.export.value_tables import IN_ROWS, Item, ValueTables, dtype_name
+from maskfx.ir.geometry.pyramid import Level
 from maskfx.ir.json_values import Json
-from maskfx.ir.program import Interface
-from maskfx.ir.pyramid import Level
+from maskfx.ir.programs.program import Interface
 
 
 def describe(

@@ -18,10 +18,10 @@ from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import Compilation
 from maskfx.compiler.source_dtypes import dtype_of
 from maskfx.errors import InputError
-from maskfx.ir.cuts import piece_of
-from maskfx.ir.lanes import Lane, Tokens, padded
-from maskfx.ir.program import Interface, SideGraph
-from maskfx.ir.sources import Given, Pairs, Source
+from maskfx.ir.geometry.cuts import piece_of
+from maskfx.ir.geometry.lanes import Lane, Tokens, padded
+from maskfx.ir.programs.program import Interface, SideGraph
+from maskfx.ir.programs.sources import Given, Pairs, Source
 from maskfx.ops.number_at import number_at
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from maskfx.errors import InputError
 from maskfx.export.torch_tensorrt import SUFFIX
 from maskfx.ir.json_values import Document
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.ops.number_at import number_at
 from maskfx.runtime.backends.graph_files import GraphFile, open_graph
 from maskfx.runtime.backends.graph_function import Fetch, Run

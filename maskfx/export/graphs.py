@@ -25,9 +25,9 @@ from maskfx.compiler.real_inputs import with_real_inputs
 from maskfx.compiler.rows_export import blank_inputs, export_rows
 from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts, compiled_graphs, number_name, outputs_of
-from maskfx.ir.lanes import shape_hint
+from maskfx.ir.geometry.lanes import shape_hint
 from maskfx.ir.nodes import module_path
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.ops.number_at import number_at
 
 PARTS = {

@@ -24,7 +24,7 @@ from maskfx.export.graph_facts import (
     WholeArgument,
     check_segment,
 )
-from maskfx.ir.lanes import (
+from maskfx.ir.geometry.lanes import (
     Atom,
     Batch,
     Experts,
@@ -43,9 +43,9 @@ from maskfx.ir.lanes import (
     of_each,
     segment_region,
 )
-from maskfx.ir.program import Tap
-from maskfx.ir.pyramid import Window
-from maskfx.ir.source_sizes import (
+from maskfx.ir.geometry.pyramid import Window
+from maskfx.ir.programs.program import Tap
+from maskfx.ir.programs.source_sizes import (
     HaloRows,
     KeptRows,
     KeyRows,
@@ -60,7 +60,7 @@ from maskfx.ir.source_sizes import (
     lane_sizes,
     sizes_of,
 )
-from maskfx.ir.sources import (
+from maskfx.ir.programs.sources import (
     Calls,
     CallSpans,
     Down,

@@ -18,7 +18,7 @@ from maskfx.compiler.capture.tracing.opened_sides import symbolic_side
 from maskfx.errors import CompileError, MaskfxError
 from maskfx.export.denoiser import ExportedDenoiser
 from maskfx.export.describe import hint
-from maskfx.ir.lanes import shape_hint
+from maskfx.ir.geometry.lanes import shape_hint
 from maskfx.ir.objects import copied_tree
 from maskfx.ir.values import ROUNDED
 from maskfx.ops.number_at import number_at

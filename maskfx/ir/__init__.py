@@ -1,4 +1,4 @@
 """What compiler and runtime share: lanes, pyramids, programs, arguments, progress.
 
-May import: errors. Begin with `program.py`.
+May import: errors. Begin with `programs/program.py`.
 """

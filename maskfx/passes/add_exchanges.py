@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.ir.head_sources import way_of
-from maskfx.ir.lanes import fixed_count, is_image, of_each
-from maskfx.ir.sources import (
+from maskfx.ir.geometry.lanes import fixed_count, is_image, of_each
+from maskfx.ir.programs.head_sources import way_of
+from maskfx.ir.programs.sources import (
     CallSpans,
     Enter,
     Exchanged,

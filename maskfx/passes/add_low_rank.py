@@ -12,8 +12,8 @@ from collections.abc import Collection
 from torch import fx
 
 from maskfx import ops
-from maskfx.ir.program import Interface, Product
-from maskfx.ir.sources import (
+from maskfx.ir.programs.program import Interface, Product
+from maskfx.ir.programs.sources import (
     Down,
     OwnBiases,
     OwnGroups,

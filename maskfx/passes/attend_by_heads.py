@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from torch import fx
 
-from maskfx.ir.head_sources import ByHead, HeadRestSpans, HeadShare, HeadSpans
-from maskfx.ir.lanes import fixed_count, is_image
-from maskfx.ir.sources import Rest, RestSpans, Source
+from maskfx.ir.geometry.lanes import fixed_count, is_image
+from maskfx.ir.programs.head_sources import ByHead, HeadRestSpans, HeadShare, HeadSpans
+from maskfx.ir.programs.sources import Rest, RestSpans, Source
 from maskfx.passes.context import Editor, ops, slug
 
 Segments = tuple[str, ...]

@@ -6,8 +6,8 @@ import dataclasses
 
 from torch import fx
 
-from maskfx.ir.lanes import lane_of
-from maskfx.ir.sources import Tapped
+from maskfx.ir.geometry.lanes import lane_of
+from maskfx.ir.programs.sources import Tapped
 from maskfx.passes.context import PassContext, Unsupported, from_rows, to_rows
 
 

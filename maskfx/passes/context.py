@@ -11,12 +11,12 @@ from torch import fx
 
 from maskfx import ops
 from maskfx.errors import CompileError
-from maskfx.ir.head_sources import AttentionWays
-from maskfx.ir.lanes import Dim, Lane, NotLaned, lane_of, set_lane
-from maskfx.ir.other_sizes import SizeExpr
-from maskfx.ir.program import Derived, Interface, SideGraph, Tap, derive
-from maskfx.ir.pyramid import Pyramid, Window
-from maskfx.ir.sources import Lines, Owner, RestSpans, Source, Spans
+from maskfx.ir.geometry.lanes import Dim, Lane, NotLaned, lane_of, set_lane
+from maskfx.ir.geometry.other_sizes import SizeExpr
+from maskfx.ir.geometry.pyramid import Pyramid, Window
+from maskfx.ir.programs.head_sources import AttentionWays
+from maskfx.ir.programs.program import Derived, Interface, SideGraph, Tap, derive
+from maskfx.ir.programs.sources import Lines, Owner, RestSpans, Source, Spans
 
 aten = torch.ops.aten
 

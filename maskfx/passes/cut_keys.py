@@ -12,11 +12,11 @@ from math import inf, prod
 import networkx as nx
 from torch import fx
 
-from maskfx.ir.lanes import Feature, NotLaned, is_image, lane_of, lanes_of, set_lane
+from maskfx.ir.geometry.lanes import Feature, NotLaned, is_image, lane_of, lanes_of, set_lane
+from maskfx.ir.geometry.pyramid import in_region
 from maskfx.ir.nodes import module_path
-from maskfx.ir.program import KEYS, Region
-from maskfx.ir.pyramid import in_region
-from maskfx.ir.sources import Given
+from maskfx.ir.programs.program import KEYS, Region
+from maskfx.ir.programs.sources import Given
 from maskfx.passes.context import PassContext, enter_rows, need_lane, op_name
 from maskfx.passes.lane_rules.mixing import is_within_rows
 from maskfx.passes.mark_stages import STEP, stage_of

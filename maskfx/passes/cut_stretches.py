@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from maskfx.ir.lanes import NotLaned, lane_of, lanes_of, node_shape, set_lane
+from maskfx.ir.geometry.lanes import NotLaned, lane_of, lanes_of, node_shape, set_lane
+from maskfx.ir.geometry.pyramid import in_region
 from maskfx.ir.nodes import module_path
-from maskfx.ir.program import STRETCH, Region
-from maskfx.ir.pyramid import in_region
+from maskfx.ir.programs.program import STRETCH, Region
 from maskfx.passes.context import PassContext, enter_rows, need_lane, op_name
 from maskfx.passes.cut_keys import BY_SITE, has_image, position_input
 from maskfx.passes.geometry import window_geometry

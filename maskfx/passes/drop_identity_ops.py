@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import int_hint
+from maskfx.ir.geometry.lanes import int_hint
 from maskfx.passes.context import PassContext, argument, node_at, op_name
 
 SAME = frozenset(

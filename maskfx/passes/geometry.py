@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from torch import fx
 from torch.types import IntLikeType
 
-from maskfx.ir.lanes import Frames, Lane, NotLaned, Y
-from maskfx.ir.pyramid import Level, Window
+from maskfx.ir.geometry.lanes import Frames, Lane, NotLaned, Y
+from maskfx.ir.geometry.pyramid import Level, Window
 from maskfx.passes.context import PassContext, argument, node_value, op_name
 from maskfx.passes.operators import CONVOLUTIONS, PADS, WINDOWS
 from maskfx.passes.symbolic_sizes import constant_of
@@ -23,7 +23,7 @@ class Geometry:
 
     Args:
         source: what the window reads, before padding.
-        edge, inserted, counts, flat: see `maskfx.ir.pyramid.Window`.
+        edge, inserted, counts, flat: see `maskfx.ir.geometry.pyramid.Window`.
         early, late: how many frames before its own, and after it, a window reads.
         ceil: whether a last window may begin before the border and end beyond it.
     """

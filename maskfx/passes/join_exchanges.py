@@ -11,7 +11,7 @@ import operator
 
 from torch import fx
 
-from maskfx.ir.sources import Exchanged, Neighbours, Owner, ReadOwner
+from maskfx.ir.programs.sources import Exchanged, Neighbours, Owner, ReadOwner
 from maskfx.passes.add_exchanges import name_of
 from maskfx.passes.context import Editor, PassContext, aten, op_name, ops
 from maskfx.passes.operators import POINTWISE

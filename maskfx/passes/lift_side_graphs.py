@@ -12,11 +12,11 @@ import operator
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import Batch, Feature, Lane, Y, lane_of, set_lane, shape_hint
-from maskfx.ir.lazy_module import LazyModule
+from maskfx.ir.geometry.lanes import Batch, Feature, Lane, Y, lane_of, set_lane, shape_hint
+from maskfx.ir.modules.lazy_module import LazyModule
 from maskfx.ir.nodes import ancestors, is_symbol_arithmetic
-from maskfx.ir.program import SideGraph
-from maskfx.ir.sources import Given
+from maskfx.ir.programs.program import SideGraph
+from maskfx.ir.programs.sources import Given
 from maskfx.ir.values import is_wrapped
 from maskfx.passes.context import NoRows, PassContext, argument, aten, node_value, op_name
 from maskfx.passes.lane_rules.marker import ATTENTION

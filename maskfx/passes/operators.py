@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.ir.lanes import NotLaned
+from maskfx.ir.geometry.lanes import NotLaned
 from maskfx.passes.context import argument, op_name
 
 POINTWISE = frozenset(

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import (
+from maskfx.ir.geometry.lanes import (
     Batch,
     Feature,
     Frames,
@@ -18,8 +18,8 @@ from maskfx.ir.lanes import (
     lane_of,
     node_shape,
 )
-from maskfx.ir.pyramid import Window
-from maskfx.ir.sources import Halo, Neighbours, Weights
+from maskfx.ir.geometry.pyramid import Window
+from maskfx.ir.programs.sources import Halo, Neighbours, Weights
 from maskfx.passes.context import (
     Editor,
     Unsupported,

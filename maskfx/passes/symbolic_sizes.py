@@ -9,10 +9,10 @@ from math import prod
 import torch
 from torch.types import IntLikeType
 
-from maskfx.ir.grids import front_of, part_of
-from maskfx.ir.lanes import Dim, int_hint
-from maskfx.ir.other_sizes import SizeExpr, assignments, valued
-from maskfx.ir.pyramid import Level, Shift
+from maskfx.ir.geometry.grids import front_of, part_of
+from maskfx.ir.geometry.lanes import Dim, int_hint
+from maskfx.ir.geometry.other_sizes import SizeExpr, assignments, valued
+from maskfx.ir.geometry.pyramid import Level, Shift
 from maskfx.passes.context import PassContext
 
 Pair = tuple[int | None, int | None]  # the values of two sizes

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from maskfx.errors import CompileError
-from maskfx.ir.lanes import lane_of
+from maskfx.ir.geometry.lanes import lane_of
 from maskfx.ir.nodes import is_write
 from maskfx.passes.context import from_rows, op_name, to_rows
 from maskfx.passes.drop_guards import is_guard

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from maskfx.errors import InputError
-from maskfx.ir.module_settings import KnownSettings
+from maskfx.ir.modules.module_settings import KnownSettings
 from maskfx.pipelines.adapters.lora import adapters_of
 from maskfx.pipelines.digests import digest
 from maskfx.pipelines.parts.stand_in import WRAPPED, install, is_coded, remove

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from maskfx.ir.module_settings import KnownSettings, RunSettings, Switches
+from maskfx.ir.modules.module_settings import KnownSettings, RunSettings, Switches
 from maskfx.ir.values import autocast_dtypes
 from maskfx.pipelines.adapters.late_lora import Loras
 from maskfx.pipelines.adapters.lora_files import LoraTarget

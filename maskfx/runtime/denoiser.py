@@ -19,8 +19,8 @@ from maskfx.compiler.capture.arguments.roles import Roles
 from maskfx.compiler.compile import Compilation
 from maskfx.config import Settings
 from maskfx.errors import MissingRequest
-from maskfx.ir.level_shares import LevelShare
-from maskfx.ir.program import STRETCH, Program, Region
+from maskfx.ir.geometry.level_shares import LevelShare
+from maskfx.ir.programs.program import STRETCH, Program, Region
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.loader import Loader, Loading

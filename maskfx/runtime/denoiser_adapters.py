@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.execution.executor import BatchExecutor
 from maskfx.runtime.execution.twins import Terms
 from maskfx.runtime.lora.adapter import Updates

@@ -14,11 +14,11 @@ from maskfx.compiler.compile import Compilation, flat_graph
 from maskfx.compiler.rank_twins import SplitProgram, split_program
 from maskfx.config import Settings
 from maskfx.ir.argument_checks import is_number, refuse
-from maskfx.ir.head_sources import AttentionWay, ByHead
-from maskfx.ir.lanes import grid_level
+from maskfx.ir.geometry.lanes import grid_level
+from maskfx.ir.modules.number_settings import spelled
 from maskfx.ir.nodes import ancestors, module_path
-from maskfx.ir.number_settings import spelled
-from maskfx.ir.program import Program, SideGraph
+from maskfx.ir.programs.head_sources import AttentionWay, ByHead
+from maskfx.ir.programs.program import Program, SideGraph
 from maskfx.runtime.batch import flops
 from maskfx.runtime.batch.flops import RowSet
 from maskfx.runtime.dense_ways import DenseWays

@@ -6,10 +6,10 @@ from collections import defaultdict
 from dataclasses import replace
 
 from maskfx import ops
-from maskfx.ir.lanes import grid_level
-from maskfx.ir.level_shares import LevelShare
-from maskfx.ir.program import Program
-from maskfx.ir.pyramid import Pyramid
+from maskfx.ir.geometry.lanes import grid_level
+from maskfx.ir.geometry.level_shares import LevelShare
+from maskfx.ir.geometry.pyramid import Pyramid
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.batch.flops import capture_sizes, count_rows, square_sites
 from maskfx.runtime.sites.active import ActiveSites
 

@@ -10,7 +10,7 @@ import logging
 
 from torch import nn
 
-from maskfx.ir.module_settings import KnownSettings
+from maskfx.ir.modules.module_settings import KnownSettings
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.compile import Compilation
-from maskfx.ir.grids import mask_shape
+from maskfx.ir.geometry.grids import mask_shape
 from maskfx.ir.listed import Join
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.lora.adapter import Updates

@@ -21,7 +21,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from maskfx.ir.part_hooks import widened_type
+from maskfx.ir.modules.part_hooks import widened_type
 from maskfx.ir.values import PLAIN_TENSORS, parts_of
 from maskfx.runtime.hardware.offload import numbers_elsewhere, whole_hook
 

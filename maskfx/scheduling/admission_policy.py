@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from maskfx.scheduling.round_policy import RoundCall, StepLoad
+from maskfx.scheduling.rounds.round_policy import RoundCall, StepLoad
 
 
 @dataclass(frozen=True)

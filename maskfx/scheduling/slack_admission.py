@@ -12,7 +12,7 @@ from maskfx.ir.argument_checks import check_flag, check_number, check_type
 from maskfx.scheduling.admission_policy import AdmissionDecision
 from maskfx.scheduling.cost_model import START, FittedCosts, LearnedCosts
 from maskfx.scheduling.load import Demand, Running, Work, Worker
-from maskfx.scheduling.round_policy import RoundCall, StepLoad
+from maskfx.scheduling.rounds.round_policy import RoundCall, StepLoad
 from maskfx.scheduling.router import make_router
 from maskfx.scheduling.scheduler import SlackScheduler
 from maskfx.scheduling.step_reports import StepMember, Stepped

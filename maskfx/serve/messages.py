@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from maskfx.ir.level_shares import LevelShare
+from maskfx.ir.geometry.level_shares import LevelShare
 from maskfx.runtime.reuse.step_selection import LEAST
 from maskfx.scheduling.step_reports import LoadFacts, Stepped
 from maskfx.serve.request import Request

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from maskfx.ir.level_shares import LevelShare
+from maskfx.ir.geometry.level_shares import LevelShare
 from maskfx.runtime.reuse.step_selection import LEAST
 
 Pixels = NDArray[np.uint8]  # (height, width, 3)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maskfx.ir.level_shares import work_of as mask_work
+from maskfx.ir.geometry.level_shares import work_of as mask_work
 from maskfx.runtime.reuse.step_selection import WHOLE, StepSelection
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.scheduling.load import Work

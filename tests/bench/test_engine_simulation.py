@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bench.simulate.engine_simulation import EngineSimulation
-from maskfx.engine.batch_policy import BatchPolicy
+from maskfx.engine.admission.batch_policy import BatchPolicy
 from maskfx.scheduling.admission_policy import AdmissionPolicy
 from maskfx.scheduling.cost_model import FittedCosts
 from maskfx.scheduling.load import Demand, Work

@@ -6,8 +6,8 @@ from bench.rounds.optimum import Job, best_list, bound
 from bench.rounds.simulation import Machine, simulate_rounds
 from bench.rounds.workloads import dense, flux_costs
 from maskfx.scheduling.load import Demand
-from maskfx.scheduling.round_plan import RoundSettings
-from maskfx.scheduling.rounds import RoundScheduler
+from maskfx.scheduling.rounds.round_plan import RoundSettings
+from maskfx.scheduling.rounds.rounds import RoundScheduler
 
 LINEAR = {1: 1.0, 2: 0.5, 4: 0.25}
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from bench.rounds.paper import Allocation, PaperScheduler, cheapest
 from bench.rounds.simulation import Machine, RoundSimulation
 from bench.rounds.workloads import STEPS, Arrivals, dense, flux_costs, images
-from maskfx.scheduling.allocation import StepTimes
-from maskfx.scheduling.placement import Devices
-from maskfx.scheduling.round_plan import RoundRequest
+from maskfx.scheduling.rounds.allocation import StepTimes
+from maskfx.scheduling.rounds.placement import Devices
+from maskfx.scheduling.rounds.round_plan import RoundRequest
 
 COSTS = flux_costs()
 

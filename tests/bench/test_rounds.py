@@ -30,16 +30,16 @@ from bench.rounds.workloads import (
     part,
 )
 from maskfx.scheduling.load import Demand
-from maskfx.scheduling.placement import Devices
-from maskfx.scheduling.round_plan import (
+from maskfx.scheduling.rounds.placement import Devices
+from maskfx.scheduling.rounds.round_plan import (
     DeviceGroup,
     LatePolicy,
     Round,
     RoundRequest,
     RoundSettings,
 )
-from maskfx.scheduling.round_policy import RankedGroup, RoundCall, StepLoad
-from maskfx.scheduling.rounds import RoundScheduler
+from maskfx.scheduling.rounds.round_policy import RankedGroup, RoundCall, StepLoad
+from maskfx.scheduling.rounds.rounds import RoundScheduler
 
 EXACT = Machine(overhead=0.0, error=0.0)
 

@@ -22,7 +22,7 @@ from maskfx.compiler.capture.arguments.roles import flatten, observed_sizes
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.captured import Capture
 from maskfx.errors import CaptureError, InputError
-from maskfx.ir.lanes import lane_of
+from maskfx.ir.geometry.lanes import lane_of
 from maskfx.passes.context import get_attribute
 from tests.factories.zoo import ZOO, Draw, Size
 from tests.passes.tools import numbers

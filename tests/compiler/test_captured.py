@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
 from maskfx.compiler.capture.captured import Capture
-from maskfx.ir.pyramid import Pyramid
+from maskfx.ir.geometry.pyramid import Pyramid
 
 Y, X = sympy.symbols("s0 s1", integer=True, positive=True)
 

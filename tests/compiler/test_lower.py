@@ -14,10 +14,10 @@ from maskfx import ops
 from maskfx.compiler.build_program import recording_twin
 from maskfx.compiler.lower import RULES, lower
 from maskfx.export.graphs import PICKS
-from maskfx.ir.lanes import Lane
-from maskfx.ir.program import Interface, Program, Tap
-from maskfx.ir.pyramid import Pyramid
-from maskfx.ir.sources import (
+from maskfx.ir.geometry.lanes import Lane
+from maskfx.ir.geometry.pyramid import Pyramid
+from maskfx.ir.programs.program import Interface, Program, Tap
+from maskfx.ir.programs.sources import (
     Given,
     Owner,
     Pairs,

@@ -11,8 +11,8 @@ from torch import nn
 
 import maskfx
 from maskfx.compiler.stretch_pieces import segments_read, stretch_pieces, stretches_of
-from maskfx.ir.lanes import is_image, padded
-from maskfx.ir.program import Program
+from maskfx.ir.geometry.lanes import is_image, padded
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.backends.eager import Runner
 from maskfx.runtime.backends.pieces import PieceRunner
 from maskfx.runtime.cache.rolling.patch_changes import boundary_taps

@@ -17,7 +17,7 @@ from maskfx.distributed.messages import Unneeded, WholeRequest
 from maskfx.distributed.processes import RankProcess
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.distributed.rank_process import RankState
-from maskfx.ir.head_sources import WAYS, AttentionWay
+from maskfx.ir.programs.head_sources import WAYS, AttentionWay
 from maskfx.runtime.lora.adapter import WeightedLayers
 from maskfx.runtime.lora.sent import HeldAdapters, LayerNumbers, SentLayers, nbytes_of
 from maskfx.runtime.steps import sent_layers

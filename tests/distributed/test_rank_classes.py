@@ -9,7 +9,7 @@ import pytest
 import maskfx
 from maskfx import DenseStep, EditStep, RecordStep
 from maskfx.compiler.rank_twins import split_program
-from maskfx.ir.head_sources import AttentionWay
+from maskfx.ir.programs.head_sources import AttentionWay
 from tests.distributed.test_ranks import BOUND, error, shares
 from tests.factories.masks import MASKS
 from tests.factories.thread_ranks import ThreadRanks

@@ -22,7 +22,7 @@ from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.processes import RankProcesses
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.errors import CacheError, InputError
-from maskfx.ir.head_sources import WAYS
+from maskfx.ir.programs.head_sources import WAYS
 from maskfx.runtime.cache import stored_steps
 from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.cache.serialize import LENGTH, encode

@@ -15,7 +15,7 @@ from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.rank_group import RankGroup
-from maskfx.ir.head_sources import AttentionWay
+from maskfx.ir.programs.head_sources import AttentionWay
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.cache.rolling.shared_block import SharedBlock

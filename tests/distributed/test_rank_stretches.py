@@ -14,7 +14,7 @@ from maskfx import CompiledDenoiser
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.errors import InputError
-from maskfx.ir.head_sources import AttentionWay
+from maskfx.ir.programs.head_sources import AttentionWay
 from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.reuse.judges import Bools, PatchFeatures
 from tests.distributed.test_rank_rolling import FLUX, SD3, UNET

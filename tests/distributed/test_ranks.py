@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep, StepCache, ops
 from maskfx.distributed.division.partition import Partition
-from maskfx.ir.head_sources import WAYS, AttentionWay
+from maskfx.ir.programs.head_sources import WAYS, AttentionWay
 from tests.distributed import tiny
 from tests.factories.masks import MASKS
 from tests.factories.thread_ranks import ThreadRanks

@@ -19,11 +19,11 @@ import maskfx
 from maskfx.engine.ticket import Ticket, TicketState
 from maskfx.errors import AdapterError, Cancelled, DeadlineMissed, InputError
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.profile import profile_adapter
+from maskfx.pipelines.fitting.profile import profile_adapter
 from maskfx.runtime.lora.in_place_costs import InPlaceCosts
 from maskfx.runtime.lora.profile import store_profile
 from maskfx.runtime.lora.registry import Adapters
-from maskfx.scheduling.elastic import ElasticRounds
+from maskfx.scheduling.rounds.elastic import ElasticRounds
 from tests.engine.test_engine import call, compiled, parts
 from tests.factories.lora_files import lora_tensors, save_lora
 from tests.factories.pipelines import distance

@@ -4,7 +4,7 @@ from threading import Condition
 from types import SimpleNamespace
 from typing import Any
 
-from maskfx.engine.admission import Admission
+from maskfx.engine.admission.admission import Admission
 
 
 def test_requests_that_are_admitted_together_have_an_order() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest, admitted
+from maskfx.engine.admission.batch_policy import BatchPolicy, WaitingRequest, admitted
 from maskfx.errors import InputError
 
 POLICY = BatchPolicy(patience=0.01, share=0.25, batch=3)

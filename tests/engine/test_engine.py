@@ -21,12 +21,12 @@ from diffusers import (
 from PIL import Image
 
 import maskfx
-from maskfx.engine import helper_processes
-from maskfx.engine.placement import InEngineLoop, InRequestThreads, Placement
+from maskfx.engine.processes import helper_processes
+from maskfx.engine.processes.placement import InEngineLoop, InRequestThreads, Placement
 from maskfx.engine.step_runner import Step
 from maskfx.engine.ticket import AnsweredStep, Ticket, TicketState
 from maskfx.errors import Busy, Cancelled, Closed, DeadlineMissed, InputError, NumberError
-from maskfx.ir.level_shares import LevelShare
+from maskfx.ir.geometry.level_shares import LevelShare
 from maskfx.pipelines.compile import pipeline_state_of, share_denoisers
 from maskfx.pipelines.templates.template_library import TemplateLibrary
 from maskfx.runtime.execution import graph_runs

@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 
 import maskfx
-from maskfx.engine.admission import Admission
+from maskfx.engine.admission.admission import Admission
 from maskfx.engine.idle_recordings import IdleRecording, IdleRecordings
 from maskfx.engine.step_runner import Step
 from maskfx.engine.ticket import Ticket
 from maskfx.errors import Cancelled
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.scheduling.elastic import ElasticRounds
+from maskfx.scheduling.rounds.elastic import ElasticRounds
 from tests.factories.served import build, picture, square
 
 STEPS = 4

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import maskfx
-from maskfx.engine.step_process import StepProcess
+from maskfx.engine.processes.step_process import StepProcess
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.step_batches import StepBatches
 from tests.engine.test_late_inputs import arguments, made, pipeline

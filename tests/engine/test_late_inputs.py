@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import maskfx
-from maskfx.engine.helper_processes import HelperProcess
-from maskfx.engine.services import NetServices, OwnProcesses
-from maskfx.engine.step_process import StepProcess
+from maskfx.engine.processes.helper_processes import HelperProcess
+from maskfx.engine.processes.services import NetServices, OwnProcesses
+from maskfx.engine.processes.step_process import StepProcess
 from maskfx.ir.late import LateTensor, is_late, wait_for
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.step_batches import StepBatches

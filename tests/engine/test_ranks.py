@@ -14,7 +14,7 @@ from maskfx.distributed.rank_group import RankGroup
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.quality import Quality
-from maskfx.scheduling.elastic import ElasticRounds
+from maskfx.scheduling.rounds.elastic import ElasticRounds
 from tests.distributed import tiny
 from tests.distributed.test_rank_group import held
 from tests.factories.pipelines import PIPES, anew, call_of, distance, latents, square

@@ -21,13 +21,13 @@ import pytest
 from torch import Tensor
 
 import maskfx
-from maskfx.engine.request_estimates import RequestEstimates
+from maskfx.engine.admission.request_estimates import RequestEstimates
 from maskfx.errors import DeadlineMissed, InputError
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.scheduling.cost_model import FittedCosts
 from maskfx.scheduling.degree_costs import from_efficiency
-from maskfx.scheduling.elastic import SETTINGS, ElasticRounds, work_of
-from maskfx.scheduling.round_policy import (
+from maskfx.scheduling.rounds.elastic import SETTINGS, ElasticRounds, work_of
+from maskfx.scheduling.rounds.round_policy import (
     RankedGroup,
     RoundCall,
     RoundDecision,

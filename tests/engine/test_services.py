@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.engine.net_service import NetService, least_loaded
-from maskfx.engine.services import NetServices, OwnProcesses
-from maskfx.engine.step_process import StepProcess
+from maskfx.engine.processes.net_service import NetService, least_loaded
+from maskfx.engine.processes.services import NetServices, OwnProcesses
+from maskfx.engine.processes.step_process import StepProcess
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.runs.execute import next_group
@@ -410,7 +410,7 @@ def test_a_net_that_gets_no_process_is_reported_once(caplog: pytest.LogCaptureFi
         denoiser.module.peft_config = {"style": None}
     services = NetServices(OwnProcesses(("controlnet",)))
     try:
-        with caplog.at_level("WARNING", "maskfx.engine.services"):
+        with caplog.at_level("WARNING", "maskfx.engine.processes.services"):
             for holder, denoiser in enumerate((one, other, one)):
                 services.lease(str(holder), {"controlnet": denoiser})
                 assert services.of(denoiser) is None

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from maskfx.engine.stateful_parts import StatefulParts
+from maskfx.engine.processes.stateful_parts import StatefulParts
 
 
 class Frames(nn.Module):

@@ -16,17 +16,17 @@ import pytest
 from torch import Tensor
 
 import maskfx
-from maskfx.engine import default_admission
-from maskfx.engine.default_admission import MEASURED, DefaultAdmission
-from maskfx.engine.step_admission import StepAdmission
+from maskfx.engine.admission import default_admission
+from maskfx.engine.admission.default_admission import MEASURED, DefaultAdmission
+from maskfx.engine.admission.step_admission import StepAdmission
 from maskfx.engine.step_runner import Step
 from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState
 from maskfx.errors import DeadlineMissed, InputError
 from maskfx.runtime.step_kinds import StepKind
 from maskfx.scheduling.admission_policy import AdmissionDecision, AdmissionPolicy, check
 from maskfx.scheduling.cost_model import FittedCosts
-from maskfx.scheduling.elastic import ElasticRounds
-from maskfx.scheduling.round_policy import RoundCall, StepLoad
+from maskfx.scheduling.rounds.elastic import ElasticRounds
+from maskfx.scheduling.rounds.round_policy import RoundCall, StepLoad
 from maskfx.scheduling.slack_admission import SlackAdmission, demand_of, member_of
 from tests.factories.pipelines import PIPES, anew, call_of, square
 

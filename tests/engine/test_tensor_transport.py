@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from maskfx.engine.helper_processes import HelperProcess, HelperProcesses
+from maskfx.engine.processes.helper_processes import HelperProcess, HelperProcesses
 from maskfx.errors import Closed, InputError
 from maskfx.runtime.processes.channel import Channel
 from maskfx.runtime.transport import sendable
@@ -250,7 +250,7 @@ def test_without_a_helper_calls_run_here_until_one_starts(
     os.kill(helpers.run(part, "encode", (value,), {})[1], signal.SIGKILL)
     assert helpers.run(part, "encode", (value,), {})[1] == os.getpid()
     with monkeypatch.context() as patch:
-        patch.setattr("maskfx.engine.helper_processes.HelperProcess", refused)
+        patch.setattr("maskfx.engine.processes.helper_processes.HelperProcess", refused)
         for _ in range(2):  # the place isn't lost
             assert helpers.run(part, "encode", (value,), {})[1] == os.getpid()
     assert helpers.run(part, "encode", (value,), {})[1] != os.getpid()
@@ -269,7 +269,7 @@ def test_a_start_that_fails_leaves_no_helper(monkeypatch: pytest.MonkeyPatch) ->
         made.append(HelperProcess())
         return made[0]
 
-    monkeypatch.setattr("maskfx.engine.helper_processes.HelperProcess", second_fails)
+    monkeypatch.setattr("maskfx.engine.processes.helper_processes.HelperProcess", second_fails)
     with pytest.raises(OSError, match="no more"):
         HelperProcesses(2).start(Loop())
     assert made[0].child.exited()

@@ -28,7 +28,7 @@ from maskfx.export.host import Edit, Host, Record, Recording
 from maskfx.export.host.arguments import flattened
 from maskfx.export.host.arrays import BITS, Array
 from maskfx.export.host.stored import decode_step
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskfx.ir.program import Tap
+from maskfx.ir.programs.program import Tap
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache, keep_rows
 from maskfx.runtime.cache.stores.store_entry import EntryKey
 from maskfx.runtime.sites.masks import Masks

@@ -24,8 +24,8 @@ from maskfx.distributed.exchanges.late_group import HeldRows, LateGroup
 from maskfx.distributed.late_runs import LateRuns
 from maskfx.distributed.messages import PartResult
 from maskfx.distributed.rank_step import RankPart, RankPrograms, joined
-from maskfx.ir.head_sources import AttentionWays
-from maskfx.ir.program import Program
+from maskfx.ir.programs.head_sources import AttentionWays
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from maskfx.ir.cuts import Cut, Cuts, piece_of
+from maskfx.ir.geometry.cuts import Cut, Cuts, piece_of
 
 SIZES = {"tokens": 70, "text:0": 7, "number:count": 10}
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskfx.ir.grids import full_window, mask_at, window_weights
-from maskfx.ir.pyramid import Level, Pyramid, Window, added
+from maskfx.ir.geometry.grids import full_window, mask_at, window_weights
+from maskfx.ir.geometry.pyramid import Level, Pyramid, Window, added
 from maskfx.passes.narrow.resampling import places_of
 
 SIZES = [((8, 12), (16, 24)), ((9, 7), (4, 3)), ((6, 10), (6, 17)), ((12, 8), (5, 8))]

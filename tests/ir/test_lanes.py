@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maskfx.ir.lanes import (
+from maskfx.ir.geometry.lanes import (
     Atom,
     Batch,
     Feature,
@@ -28,8 +28,8 @@ from maskfx.ir.lanes import (
     grid_segment,
     is_image,
 )
-from maskfx.ir.pyramid import Level, Pyramid
-from maskfx.ir.regroup import regroup
+from maskfx.ir.geometry.pyramid import Level, Pyramid
+from maskfx.ir.geometry.regroup import regroup
 
 B, Y0, X0 = Batch(), Y(0), X(0)
 F4, F6 = Feature(4), Feature(6)

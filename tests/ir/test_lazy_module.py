@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from maskfx.ir.lazy_module import LazyModule, over_same
+from maskfx.ir.modules.lazy_module import LazyModule, over_same
 
 aten = torch.ops.aten
 

@@ -5,7 +5,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from maskfx.ir.lines import is_apart, line_count, lines_of, places_of
+from maskfx.ir.geometry.lines import is_apart, line_count, lines_of, places_of
 
 FRAMES, H, W = 2, 8, 12
 # which axes of (frames, parts of y, places in them, parts of x, places in them) a line has

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from maskfx.ir.lent_methods import lent
-from maskfx.ir.module_settings import KnownSettings, settings_of
+from maskfx.ir.modules.lent_methods import lent
+from maskfx.ir.modules.module_settings import KnownSettings, settings_of
 from maskfx.runtime.execution.constant_parts import ConstantParts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sympy
 from torch.utils._sympy.functions import FloorDiv
 
-from maskfx.ir.other_sizes import VALUES, other_bases
+from maskfx.ir.geometry.other_sizes import VALUES, other_bases
 
 Y, X = sympy.symbols("s0 s1", integer=True, positive=True)
 

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from maskfx.compiler.rank_twins import split_program
-from maskfx.ir.head_sources import WAYS, AttentionWay, ByHead
-from maskfx.ir.program import Program
-from maskfx.ir.sources import Exchanged, Merged, Neighbours, RestShare
+from maskfx.ir.programs.head_sources import WAYS, AttentionWay, ByHead
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.sources import Exchanged, Merged, Neighbours, RestShare
 from maskfx.passes.add_exchanges import add_exchanges
 from maskfx.passes.context import PassContext, op_name
 from tests.distributed import tiny

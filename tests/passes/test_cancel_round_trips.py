@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, set_lane
+from maskfx.ir.geometry.lanes import Batch, Feature, Lane, Tokens, set_lane
 from maskfx.passes.cancel_round_trips import cancel_round_trips
 from maskfx.passes.context import Unsupported, from_rows, to_rows
 from tests.passes.tools import apply, check_values, plain_context, run_pass, shared, timed, tokens

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maskfx.ir.lanes import lane_of
+from maskfx.ir.geometry.lanes import lane_of
 from maskfx.passes.context import enter_rows
 from maskfx.passes.cut_stretches import cut_stretches
 from tests.passes.tools import Inputs, Run, nodes_of, numbers, picture, run_pass, tokens

@@ -11,8 +11,8 @@ from torch import nn
 
 from maskfx import EditStep
 from maskfx.compiler.rank_twins import SplitProgram, split_program
-from maskfx.ir.program import Program
-from maskfx.ir.sources import ReadOwner
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.sources import ReadOwner
 from maskfx.passes.context import op_name
 from tests.distributed import tiny
 from tests.distributed.test_ranks import KINDS, check, error, mixed, shares

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from maskfx.ir.sources import Given
+from maskfx.ir.programs.sources import Given
 from maskfx.passes.lift_side_graphs import lift_side_graphs
 from tests.passes.tools import check_values, joint, picture, run_pass, shared, tokens
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maskfx.ir.lanes import lane_of
+from maskfx.ir.geometry.lanes import lane_of
 from maskfx.passes.mark_lanes import mark_lanes
 from tests.passes.tools import (
     Make,

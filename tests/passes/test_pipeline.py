@@ -19,8 +19,8 @@ from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import compile_capture
 from maskfx.errors import CompileError
-from maskfx.ir.lanes import NotLaned
-from maskfx.ir.program import Interface
+from maskfx.ir.geometry.lanes import NotLaned
+from maskfx.ir.programs.program import Interface
 from maskfx.passes.context import PassContext, Unsupported, from_rows, op_name
 from maskfx.passes.drop_guards import drop_guards
 from maskfx.passes.pipeline import PIPELINE, Pass, run_passes
@@ -199,7 +199,7 @@ def bad_write(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def bad_lane(graph: fx.Graph, ctx: PassContext) -> int:
-    from maskfx.ir.lanes import Feature, Lane, set_lane
+    from maskfx.ir.geometry.lanes import Feature, Lane, set_lane
 
     set_lane(next(n for n in graph.nodes if op_name(n) == "tanh"), Lane(((Feature(4),),)))
     return 1

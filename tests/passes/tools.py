@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 import maskfx
 from maskfx.compiler.annotate import fresh_copy
-from maskfx.ir.program import Interface
-from maskfx.ir.pyramid import Pyramid
+from maskfx.ir.geometry.pyramid import Pyramid
+from maskfx.ir.programs.program import Interface
 from maskfx.passes.context import PassContext, op_name
 from maskfx.passes.pipeline import PIPELINE, PassFunction, run_passes
 from maskfx.runtime.programs.shared_programs import shared_programs

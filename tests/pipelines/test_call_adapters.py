@@ -12,9 +12,9 @@ from torch import Tensor
 
 import maskfx
 from maskfx import InputError, Lora, Quality
-from maskfx.engine.placement import InEngineLoop
+from maskfx.engine.processes.placement import InEngineLoop
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.profile import similarities
+from maskfx.pipelines.fitting.profile import similarities
 from maskfx.pipelines.runs import execute
 from maskfx.pipelines.runs.run import DenoiserCall, PipelineRun
 from maskfx.pipelines.runs.step_members import choose_steps

@@ -14,11 +14,11 @@ from torch import Tensor
 import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.fitted_runs import FitReport, fit_forecasts
-from maskfx.pipelines.logged_runs import logged
+from maskfx.pipelines.fitting.fitted_runs import FitReport, fit_forecasts
+from maskfx.pipelines.fitting.logged_runs import logged
+from maskfx.pipelines.fitting.selection_search import found_selections, positions
 from maskfx.pipelines.schedules import forecasts
 from maskfx.pipelines.schedules.forecasts import UNFITTED, Forecasts
-from maskfx.pipelines.selection_search import found_selections, positions
 from maskfx.runtime.reuse.fitted_forecast import FILE, FittedRun, ForecastTable, load_table
 from maskfx.runtime.reuse.forecast_fitting import RunLog, StepRule, fit_gap
 from tests.factories.pipelines import PIPES, anew, call_of, compiled, latents, plain, square, white

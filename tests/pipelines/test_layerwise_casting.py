@@ -14,7 +14,7 @@ from torch import nn
 import maskfx
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.tracing.twin import NoTwin, Twin
-from maskfx.ir.part_hooks import acts_within, widened_type
+from maskfx.ir.modules.part_hooks import acts_within, widened_type
 from maskfx.pipelines.parts.stand_in import is_hooked
 from maskfx.runtime.programs import program_cache
 from maskfx.runtime.weights import WeightChange, Weights

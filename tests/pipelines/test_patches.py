@@ -14,7 +14,7 @@ import torch
 import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.observed_runs import Everything
+from maskfx.pipelines.fitting.observed_runs import Everything
 from maskfx.pipelines.quality import Quality
 from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.reuse.judges import Bools, PatchFeatures, Threshold

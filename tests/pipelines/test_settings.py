@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import maskfx
-from maskfx.ir.callables import is_plain
-from maskfx.ir.module_settings import KnownSettings, Switches, settings_of
+from maskfx.ir.modules.callables import is_plain
+from maskfx.ir.modules.module_settings import KnownSettings, Switches, settings_of
 from tests.factories.pipelines import PIPES, call_of, distance, latents, pipe_of, white
 from tests.factories.small_unets import sd
 
@@ -129,7 +129,7 @@ def test_known_settings_are_digested_again_when_a_value_changes(monkeypatch: pyt
         digests.append(given)
         return settings_of(given)
 
-    monkeypatch.setattr("maskfx.ir.module_settings.settings_of", counted)
+    monkeypatch.setattr("maskfx.ir.modules.module_settings.settings_of", counted)
     changes: list[Callable[[], object]] = [
         lambda: setattr(module[1], "p", 0.2),
         lambda: module[1].names.append("two"),

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import maskfx
 from bench.harness import count_flops
 from maskfx.compiler.compile import Compilation, flat_graph
-from maskfx.ir.lanes import shape_hint
-from maskfx.ir.program import Program
+from maskfx.ir.geometry.lanes import shape_hint
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.batch import flops
 from maskfx.runtime.cache.quantize import Encoding, Format
 from maskfx.runtime.explain import amount, table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from maskfx.compiler.rank_twins import split_program
-from maskfx.ir.head_sources import WAYS
+from maskfx.ir.programs.head_sources import WAYS
 from tests.distributed import tiny
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import maskfx
-from maskfx.ir.level_shares import LevelShare, work_of
-from maskfx.ir.program import Program
+from maskfx.ir.geometry.level_shares import LevelShare, work_of
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.batch.flops import capture_sizes, row_flops
 from maskfx.runtime.level_shares import level_shares, own_levels
 from maskfx.runtime.sites.active import ActiveSites

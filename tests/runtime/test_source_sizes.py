@@ -7,10 +7,10 @@ import torch
 
 import maskfx
 from maskfx.compiler.source_dtypes import dtype_of
-from maskfx.ir.lanes import Lane, Tokens
-from maskfx.ir.pyramid import Window
-from maskfx.ir.source_sizes import PerRequest, Rows, row_set, sizes_of
-from maskfx.ir.sources import (
+from maskfx.ir.geometry.lanes import Lane, Tokens
+from maskfx.ir.geometry.pyramid import Window
+from maskfx.ir.programs.source_sizes import PerRequest, Rows, row_set, sizes_of
+from maskfx.ir.programs.sources import (
     Calls,
     CallSpans,
     Enter,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import maskfx
 from maskfx.errors import CacheError, InputError, MaskError
-from maskfx.ir.sources import Halo, Loaded, Rest
+from maskfx.ir.programs.sources import Halo, Loaded, Rest
 from maskfx.runtime.batch.flops import row_flops
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.stores.store import Store

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maskfx.scheduling.allocation import Mix, StepTimes
+from maskfx.scheduling.rounds.allocation import Mix, StepTimes
 
 times = st.dictionaries(
     st.sampled_from((1, 2, 3, 4, 8)), st.floats(0.01, 2.0), min_size=1, max_size=5

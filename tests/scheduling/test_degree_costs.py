@@ -15,7 +15,7 @@ from maskfx.scheduling.degree_costs import (
     from_efficiency,
 )
 from maskfx.scheduling.load import Work
-from maskfx.scheduling.profile_memo import ProfileMemo
+from maskfx.scheduling.rounds.profile_memo import ProfileMemo
 
 ONE = FittedCosts(base=0.02, per_request=0.005, per_site=1e-5, per_pair=1e-9)
 COSTS = DegreeCosts(

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from maskfx.scheduling.cost_model import FittedCosts
 from maskfx.scheduling.degree_costs import DegreeCost, DegreeCosts
 from maskfx.scheduling.load import Work
-from maskfx.scheduling.many_requests import of_many
-from maskfx.scheduling.profile_memo import ProfileMemo
-from maskfx.scheduling.round_plan import RoundRequest
-from maskfx.scheduling.urgency import Pending
+from maskfx.scheduling.rounds.many_requests import of_many
+from maskfx.scheduling.rounds.profile_memo import ProfileMemo
+from maskfx.scheduling.rounds.round_plan import RoundRequest
+from maskfx.scheduling.rounds.urgency import Pending
 
 COSTS = DegreeCosts(
     one=FittedCosts(base=0.01, per_request=0.0, per_site=1e-4),

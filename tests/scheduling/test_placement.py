@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maskfx.scheduling.degree_costs import DEGREES
-from maskfx.scheduling.knapsack import Option, choose_options
-from maskfx.scheduling.placement import EXACT, Devices, PlacedGroup, footprint, moves, place
+from maskfx.scheduling.rounds.knapsack import Option, choose_options
+from maskfx.scheduling.rounds.placement import EXACT, Devices, PlacedGroup, footprint, moves, place
 
 
 def every_placement(sizes: Sequence[int], devices: int) -> Iterator[list[Devices]]:

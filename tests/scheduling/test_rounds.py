@@ -10,30 +10,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maskfx.errors import InputError
-from maskfx.scheduling.allocation import StepTimes
-from maskfx.scheduling.at_border import round_length
-from maskfx.scheduling.block_state import BlockState
 from maskfx.scheduling.cost_model import FittedCosts
 from maskfx.scheduling.degree_costs import DegreeCost, DegreeCosts, from_efficiency
 from maskfx.scheduling.load import Work
-from maskfx.scheduling.outlook import (
+from maskfx.scheduling.rounds.allocation import StepTimes
+from maskfx.scheduling.rounds.at_border import round_length
+from maskfx.scheduling.rounds.block_state import BlockState
+from maskfx.scheduling.rounds.outlook import (
     RemainingRequest,
     best_schedule,
     fastest_first,
     narrow_first,
     schedules,
 )
-from maskfx.scheduling.placement import BLOCK, Devices
-from maskfx.scheduling.profile_memo import ProfileMemo
-from maskfx.scheduling.round_plan import (
+from maskfx.scheduling.rounds.placement import BLOCK, Devices
+from maskfx.scheduling.rounds.profile_memo import ProfileMemo
+from maskfx.scheduling.rounds.round_plan import (
     DeviceGroup,
     LatePolicy,
     Round,
     RoundRequest,
     RoundSettings,
 )
-from maskfx.scheduling.rounds import RoundScheduler
-from maskfx.scheduling.urgency import Pending, Rank, admit, by_urgency
+from maskfx.scheduling.rounds.rounds import RoundScheduler
+from maskfx.scheduling.rounds.urgency import Pending, Rank, admit, by_urgency
 
 ONE = FittedCosts(base=0.01, per_request=0.0, per_site=1e-4)
 COSTS = DegreeCosts(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from maskfx.ir.level_shares import LevelShare
+from maskfx.ir.geometry.level_shares import LevelShare
 from maskfx.serve.request import Card, RequestKind
 from maskfx.serve.request_cost import active_share, size_of, steps_of, work_of
 from tests.serve.fronts import request

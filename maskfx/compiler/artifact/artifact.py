@@ -43,7 +43,7 @@ from maskfx.compiler.capture.tracing.branches import Decisions
 from maskfx.compiler.compile import Compilation
 from maskfx.errors import CompileError
 from maskfx.ir.many_objects import many_objects
-from maskfx.ir.program import Interface, Program, SideGraph, derive
+from maskfx.ir.programs.program import Interface, Program, SideGraph, derive
 from maskfx.ir.values import octets
 from maskfx.passes.pipeline import PassRecord
 

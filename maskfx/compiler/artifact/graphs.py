@@ -25,9 +25,9 @@ from maskfx.compiler.artifact.documents import (
 )
 from maskfx.compiler.artifact.plain import Unsavable, decoded, encoded
 from maskfx.compiler.artifact.specs import read_spec, spec_document
+from maskfx.ir.geometry.lanes import NotLaned, int_hint, shape_hint
 from maskfx.ir.json_values import Json
-from maskfx.ir.lanes import NotLaned, int_hint, shape_hint
-from maskfx.ir.lazy_module import over_same
+from maskfx.ir.modules.lazy_module import over_same
 from maskfx.ir.values import is_wrapped, parts_of
 from maskfx.ops.number_at import number_at
 from maskfx.ops.whole_modules import Whole, run_whole

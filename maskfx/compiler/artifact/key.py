@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import maskfx.ir
-from maskfx.ir.callables import hooks_of, is_called
-from maskfx.ir.module_settings import settings_of
+from maskfx.ir.modules.callables import hooks_of, is_called
+from maskfx.ir.modules.module_settings import settings_of
 
 VERSIONED = ("diffusers", "transformers", "accelerate")  # beside torch; known by their versions
 KNOWN = {"torch", "maskfx", *VERSIONED}

@@ -15,8 +15,9 @@ import torch
 
 from maskfx.compiler.capture.arguments.roles import Argument
 from maskfx.errors import CompileError
-from maskfx.ir import cuts, lanes, program, pyramid, sources
+from maskfx.ir.geometry import cuts, lanes, pyramid
 from maskfx.ir.json_values import Json
+from maskfx.ir.programs import program, sources
 
 
 class Unsavable(CompileError):

@@ -50,12 +50,12 @@ from maskfx.compiler.capture.tracing.recurrent_layers import RecurrentLayers
 from maskfx.compiler.capture.tracing.routings import presumed, with_experts
 from maskfx.compiler.capture.whole import WholeModules, has_unknown_size
 from maskfx.ir import progress
-from maskfx.ir.lanes import set_lane
+from maskfx.ir.geometry.lanes import set_lane
+from maskfx.ir.geometry.other_sizes import SizeExpr, other_bases
+from maskfx.ir.geometry.pyramid import Pyramid
 from maskfx.ir.listed import count_listed
-from maskfx.ir.number_settings import Place
+from maskfx.ir.modules.number_settings import Place
 from maskfx.ir.objects import new_objects
-from maskfx.ir.other_sizes import SizeExpr, other_bases
-from maskfx.ir.pyramid import Pyramid
 
 if TYPE_CHECKING:
     import sympy

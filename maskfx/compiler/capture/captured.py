@@ -19,11 +19,11 @@ from maskfx.compiler.capture.arguments.roles import Argument, Sizes
 from maskfx.compiler.capture.arguments.value_reads import is_held
 from maskfx.compiler.capture.number_inputs import NumberFact
 from maskfx.compiler.capture.tracing.branches import Decisions, version_of
-from maskfx.ir.cuts import NUMBER
-from maskfx.ir.number_settings import Place
+from maskfx.ir.geometry.cuts import NUMBER
+from maskfx.ir.geometry.other_sizes import SizeExpr
+from maskfx.ir.geometry.pyramid import Pyramid
+from maskfx.ir.modules.number_settings import Place
 from maskfx.ir.objects import copied_tree
-from maskfx.ir.other_sizes import SizeExpr
-from maskfx.ir.pyramid import Pyramid
 from maskfx.ir.values import (
     ROUNDED,
     autocast_dtypes,

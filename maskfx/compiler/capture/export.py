@@ -44,7 +44,7 @@ from maskfx.compiler.capture.tracing.size_arithmetic import size_arithmetic
 from maskfx.compiler.capture.tracing.symbolic_numbers import symbolic_numbers
 from maskfx.compiler.capture.tracing.unread_records import without_records
 from maskfx.errors import CaptureError
-from maskfx.ir.lanes import shape_hint
+from maskfx.ir.geometry.lanes import shape_hint
 from maskfx.ir.many_objects import many_objects
 from maskfx.ir.nodes import is_write
 from maskfx.ir.objects import OPENED, copy_tree

@@ -12,7 +12,7 @@ import torch
 
 from maskfx.compiler.capture.tracing.light_run import NotLight, light_twin
 from maskfx.compiler.capture.tracing.twin import NoTwin
-from maskfx.ir.callables import is_called
+from maskfx.ir.modules.callables import is_called
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from maskfx.ir.number_settings import Place, held_at
+from maskfx.ir.modules.number_settings import Place, held_at
 
 BUFFER = "maskfx_number_"  # and a number: the buffers of the exported module
 OPERATORS = {

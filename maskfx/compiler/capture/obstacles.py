@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from maskfx.ir.part_hooks import acts_within
+from maskfx.ir.modules.part_hooks import acts_within
 
 
 def obstacle(module: nn.Module, kept: str) -> str:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
-from maskfx.ir.lent_methods import lent
+from maskfx.ir.modules.lent_methods import lent
 from maskfx.ir.objects import copy_tree
 from maskfx.ir.values import copy_of, has_meta, same_values
 from maskfx.ops.whole_modules import Whole, run_whole

@@ -16,8 +16,8 @@ from maskfx.distributed.division.links import LinkCosts
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.division.step_costs import Exchanges, exchanges_of, step_seconds
 from maskfx.distributed.division.work import Work
-from maskfx.ir.head_sources import AttentionWay, AttentionWays
-from maskfx.ir.sources import ByHead, Merged, Rest
+from maskfx.ir.programs.head_sources import AttentionWay, AttentionWays
+from maskfx.ir.programs.sources import ByHead, Merged, Rest
 from maskfx.runtime.batch.member import Member
 
 

@@ -1,4 +1,4 @@
-"""Tables of the heads of attentions that ranks divide; see `maskfx.ir.head_sources`."""
+"""Tables of the heads of attentions that ranks divide; see `maskfx.ir.programs.head_sources`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.division.tables import exchange_tables, scaled
-from maskfx.ir.head_sources import ByHead, HeadRestSpans, HeadSpans
-from maskfx.ir.sources import RestSpans
+from maskfx.ir.programs.head_sources import ByHead, HeadRestSpans, HeadSpans
+from maskfx.ir.programs.sources import RestSpans
 from maskfx.runtime.sites.active import ActiveSites
 
 Segments = tuple[str, ...]

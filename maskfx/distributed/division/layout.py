@@ -25,8 +25,8 @@ from maskfx.distributed.division.tables import (
     scale_of,
     scaled,
 )
-from maskfx.ir.lanes import fixed_count, is_image, is_text
-from maskfx.ir.sources import (
+from maskfx.ir.geometry.lanes import fixed_count, is_image, is_text
+from maskfx.ir.programs.sources import (
     ByHead,
     Cached,
     Enter,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.division.tables import TableRead
-from maskfx.ir.lanes import of_each
-from maskfx.ir.lines import line_table
-from maskfx.ir.sources import Lines, Neighbours, Reader, ReadLines, SameLines
+from maskfx.ir.geometry.lanes import of_each
+from maskfx.ir.geometry.lines import line_table
+from maskfx.ir.programs.sources import Lines, Neighbours, Reader, ReadLines, SameLines
 from maskfx.runtime.batch.lines import numbered
 from maskfx.runtime.sites.active import ActiveSites
 

@@ -9,9 +9,9 @@ from math import prod
 from maskfx.compiler.rank_twins import SplitProgram
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.division.work import Work
-from maskfx.ir.lanes import is_image, is_text
-from maskfx.ir.program import Program
-from maskfx.ir.sources import Exchanged, Rest
+from maskfx.ir.geometry.lanes import is_image, is_text
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.sources import Exchanged, Rest
 from maskfx.runtime.batch.member import Member
 
 

@@ -12,9 +12,9 @@ from maskfx.compiler.rank_twins import SplitProgram
 from maskfx.distributed.division.links import LinkCosts
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.division.work import Work, rank_flops
-from maskfx.ir.lanes import fixed_count, is_image, is_text
-from maskfx.ir.lines import is_apart
-from maskfx.ir.sources import ByHead, Exchanged, Neighbours, Reader, SameLines
+from maskfx.ir.geometry.lanes import fixed_count, is_image, is_text
+from maskfx.ir.geometry.lines import is_apart
+from maskfx.ir.programs.sources import ByHead, Exchanged, Neighbours, Reader, SameLines
 from maskfx.runtime.batch.member import Member
 
 

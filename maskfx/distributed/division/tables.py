@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from maskfx.ir.sources import Reader, Subsites
+from maskfx.ir.programs.sources import Reader, Subsites
 
 
 @dataclass

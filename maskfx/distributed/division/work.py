@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
 from maskfx.distributed.division.partition import Partition
-from maskfx.ir.lanes import is_text
+from maskfx.ir.geometry.lanes import is_text
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Program
-from maskfx.ir.sources import Rest
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.sources import Rest
 from maskfx.runtime.batch.flops import RowCounter, RowSet, count_rows, meta_inputs
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.sites.active import ActiveSites

@@ -18,7 +18,7 @@ from maskfx.compiler.rank_twins import Sent
 from maskfx.distributed.division.layout import RankLayout
 from maskfx.distributed.division.tables import owners_of, received_rows, scale_of
 from maskfx.distributed.exchanges.process_group import Transfer
-from maskfx.ir.sources import Exchanged
+from maskfx.ir.programs.sources import Exchanged
 from maskfx.ops.exchange import Group
 
 Place = tuple[int, int]  # the number of an exchange, and the rank that sends

@@ -1,4 +1,5 @@
 """The formats of exported graphs: each file writes a graph in one of them.
 
-May import: export/*.py, runtime/backends, ir/lanes, ir/values, errors. Begin with `onnx.py`.
+May import: export/*.py, runtime/backends, ir/geometry/lanes, ir/values, errors.
+Begin with `onnx.py`.
 """

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from maskfx.export.formats.complex_numbers import spell_complex
 from maskfx.export.formats.regions import inline_regions
 from maskfx.export.formats.sized import spell_groups, spell_pools
-from maskfx.ir.lanes import int_hint
+from maskfx.ir.geometry.lanes import int_hint
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default

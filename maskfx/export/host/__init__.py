@@ -3,8 +3,8 @@
 Plain operations on arrays, so that a server in another language can do the same: sites of a mask,
 index tables of a batch, rows of recorded steps, results put back. Needs numpy alone.
 
-May import: export/manifest, ir/grids, ir/json_values, ir/lines, errors; each needs NumPy alone.
-Begin with `host.py`.
+May import: export/manifest, ir/geometry/grids, ir/geometry/lines, ir/json_values, errors; each
+needs NumPy alone. Begin with `host.py`.
 """
 
 from maskfx.export.host.host import Edit, Host, Record, Result

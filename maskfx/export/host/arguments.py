@@ -10,7 +10,7 @@ import numpy as np
 
 from maskfx.errors import InputError, MissingRequest
 from maskfx.export.host.arrays import Array, dtype_of, name_of
-from maskfx.ir.grids import mask_shape
+from maskfx.ir.geometry.grids import mask_shape
 from maskfx.ir.json_values import Document
 
 Sizes = dict[str, int]  # by role

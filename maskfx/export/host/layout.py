@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from maskfx.ir.grids import level_size
+from maskfx.ir.geometry.grids import level_size
 from maskfx.ir.json_values import Document
 
 Size = tuple[int, int]  # height and width
@@ -21,7 +21,7 @@ class HostLevel:
     With a region, a level has its parent's sites, of which others may be active. With a roll, it
     has its parent's sites moved down and to the right. `offset` is the site of the parent, counted
     in its finer grid, at which the first site begins. With `fill`, sites are added up to a
-    multiple. `roll_part`, `fill_front` and `turn` are as in `maskfx.ir.pyramid.Level`.
+    multiple. `roll_part`, `fill_front` and `turn` are as in `maskfx.ir.geometry.pyramid.Level`.
     """
 
     parent: int | None

@@ -11,8 +11,15 @@ import numpy as np
 
 from maskfx.export.host.arrays import Bools, Index
 from maskfx.export.host.layout import HostLayout, Size
-from maskfx.ir.grids import Floats, full_window, mask_at, window_weights
-from maskfx.ir.lines import Numbered, by_count, is_apart, line_count, lines_of, lines_of_each
+from maskfx.ir.geometry.grids import Floats, full_window, mask_at, window_weights
+from maskfx.ir.geometry.lines import (
+    Numbered,
+    by_count,
+    is_apart,
+    line_count,
+    lines_of,
+    lines_of_each,
+)
 
 Place = tuple[int | None, int]  # a level (None: packed tokens), and a region
 

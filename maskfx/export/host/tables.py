@@ -12,9 +12,9 @@ import numpy as np
 
 from maskfx.export.host.arrays import Index
 from maskfx.export.host.sites import Sites
-from maskfx.ir.grids import Floats
+from maskfx.ir.geometry.grids import Floats
+from maskfx.ir.geometry.lines import line_table
 from maskfx.ir.json_values import Document
-from maskfx.ir.lines import line_table
 
 
 class BatchTables:

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import has_no_hint, shape_hint
+from maskfx.ir.geometry.lanes import has_no_hint, shape_hint
 from maskfx.passes.context import PassContext, argument, aten, node_at, node_value, op_name
 from maskfx.passes.spelling import Speller
 

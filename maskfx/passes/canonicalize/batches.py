@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from maskfx.ir.geometry.other_sizes import SizeExpr
 from maskfx.ir.nodes import ancestors
-from maskfx.ir.other_sizes import SizeExpr
 from maskfx.passes.canonicalize.rolls import JOINS, SPLITS, Piece, piece_of
 from maskfx.passes.canonicalize.writes import equal, expression
 from maskfx.passes.context import PassContext, argument, aten, node_value, op_name

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from maskfx import ops
-from maskfx.ir.lanes import shape_hint
+from maskfx.ir.geometry.lanes import shape_hint
 from maskfx.passes.canonicalize.attention import (
     COPIES,
     PRODUCTS,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.ir.other_sizes import SizeExpr
+from maskfx.ir.geometry.other_sizes import SizeExpr
 from maskfx.passes.canonicalize.rolls import JOINS, piece_of
 from maskfx.passes.canonicalize.writes import equal, expression
 from maskfx.passes.context import PassContext, argument, aten, op_name

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import NotLaned, int_hint
-from maskfx.ir.other_sizes import SizeExpr
+from maskfx.ir.geometry.lanes import NotLaned, int_hint
+from maskfx.ir.geometry.other_sizes import SizeExpr
 from maskfx.passes.canonicalize.writes import equal, expression
 from maskfx.passes.context import PassContext, argument, aten, node_at, op_name
 from maskfx.passes.spelling import Speller

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import int_hint
+from maskfx.ir.geometry.lanes import int_hint
 from maskfx.passes.context import PassContext, argument, aten, op_name
 from maskfx.passes.spelling import Speller
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from maskfx.ir.lanes import NotLaned, int_hint, node_shape
+from maskfx.ir.geometry.lanes import NotLaned, int_hint, node_shape
 from maskfx.passes.context import PassContext, argument, aten, node_at, op_name
 
 ATTENTION = "scaled_dot_product_attention"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import shape_hint
+from maskfx.ir.geometry.lanes import shape_hint
 from maskfx.passes.context import PassContext, argument, aten, node_at, node_value, op_name
 from maskfx.passes.operators import SITE_SOFTMAXES
 from maskfx.passes.spelling import Speller

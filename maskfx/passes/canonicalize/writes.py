@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.types import IntLikeType
 
-from maskfx.ir.other_sizes import SizeExpr
+from maskfx.ir.geometry.other_sizes import SizeExpr
 from maskfx.passes.context import PassContext, argument, aten, op_name
 from maskfx.passes.drop_identity_ops import same_shape
 from maskfx.passes.spelling import Speller

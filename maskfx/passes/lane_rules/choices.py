@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from maskfx.ir.lanes import (
+from maskfx.ir.geometry.lanes import (
     Atom,
     Batch,
     Dim,

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 from torch.types import IntLikeType
 
-from maskfx.ir.cuts import NUMBER, Cut, piece_of, role_of
-from maskfx.ir.lanes import (
+from maskfx.ir.geometry.cuts import NUMBER, Cut, piece_of, role_of
+from maskfx.ir.geometry.lanes import (
     Dim,
     Lane,
     Tokens,
@@ -25,8 +25,8 @@ from maskfx.ir.lanes import (
     int_hint,
     is_image,
 )
-from maskfx.ir.other_sizes import SizeExpr
-from maskfx.ir.pyramid import Pyramid
+from maskfx.ir.geometry.other_sizes import SizeExpr
+from maskfx.ir.geometry.pyramid import Pyramid
 from maskfx.passes.context import PassContext
 from maskfx.passes.symbolic_sizes import numbers_in
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from maskfx.ir.lanes import Lane, X, Y, lane_of, node_shape
+from maskfx.ir.geometry.lanes import Lane, X, Y, lane_of, node_shape
 from maskfx.passes.context import argument, node_value, nodes_at, op_name
 
 JOINS = frozenset({"cat", "concat", "concatenate"})

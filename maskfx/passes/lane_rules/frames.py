@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maskfx.ir.lanes import PICTURE, SITES, Batch, Dim, Feature, Frames, Lane, X, Y, merged
+from maskfx.ir.geometry.lanes import PICTURE, SITES, Batch, Dim, Feature, Frames, Lane, X, Y, merged
 
 
 def is_by_frame(lane: Lane) -> bool:

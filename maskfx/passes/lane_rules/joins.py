@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch.types import IntLikeType
 
-from maskfx.ir.cuts import piece_of
-from maskfx.ir.lanes import (
+from maskfx.ir.geometry.cuts import piece_of
+from maskfx.ir.geometry.lanes import (
     SITES,
     Batch,
     Feature,
@@ -28,7 +28,7 @@ from maskfx.ir.lanes import (
     set_lane,
     shape_hint,
 )
-from maskfx.ir.pyramid import Level
+from maskfx.ir.geometry.pyramid import Level
 from maskfx.passes.context import argument, node_value, nodes_at
 from maskfx.passes.lane_rules.cuts import note_cut
 from maskfx.passes.lane_rules.edges import JOINS, edge_joined, is_picture_axis

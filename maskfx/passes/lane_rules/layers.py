@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import Batch, Feature, Lane, NotLaned, is_image, node_shape
+from maskfx.ir.geometry.lanes import Batch, Feature, Lane, NotLaned, is_image, node_shape
 from maskfx.passes.context import argument, op_name
 from maskfx.passes.lane_rules.frames import is_by_frame
 from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant, same_part

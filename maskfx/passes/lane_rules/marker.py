@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.types import IntLikeType
 
-from maskfx.ir.lanes import (
+from maskfx.ir.geometry.lanes import (
     SITES,
     Batch,
     Dim,
@@ -27,8 +27,8 @@ from maskfx.ir.lanes import (
     set_lane,
     shape_hint,
 )
+from maskfx.ir.geometry.other_sizes import SizeExpr
 from maskfx.ir.nodes import is_symbol_arithmetic
-from maskfx.ir.other_sizes import SizeExpr
 from maskfx.passes.context import PassContext, argument, node_value, op_name
 from maskfx.passes.geometry import folds_into_users
 from maskfx.passes.lane_rules.cuts import number_of, parted

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from maskfx.ir.lanes import (
+from maskfx.ir.geometry.lanes import (
     PICTURE,
     SITES,
     Batch,

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.ir.lanes import Lane, X, Y, lane_of
-from maskfx.ir.pyramid import NO_SHIFT, Pyramid, Shift, added, is_near
+from maskfx.ir.geometry.lanes import Lane, X, Y, lane_of
+from maskfx.ir.geometry.pyramid import NO_SHIFT, Pyramid, Shift, added, is_near
 from maskfx.passes.context import PassContext, argument, op_name
 from maskfx.passes.mark_stages import STEP, stage_of
 from maskfx.passes.symbolic_sizes import shift_of

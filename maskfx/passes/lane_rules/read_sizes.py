@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch.types import IntLikeType
 
-from maskfx.ir.lanes import Batch, Dim, Feature, Tokens, int_hint
+from maskfx.ir.geometry.lanes import Batch, Dim, Feature, Tokens, int_hint
 from maskfx.passes.context import PassContext
 from maskfx.passes.lane_rules.cuts import Numbers, filling_of_size, part_of_size
 from maskfx.passes.symbolic_sizes import axes_of, has_remainder

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import Dim, Tokens, shape_hint
+from maskfx.ir.geometry.lanes import Dim, Tokens, shape_hint
 from maskfx.passes.context import argument, node_at, node_value, op_name
 from maskfx.passes.mark_stages import STEP, stage_of
 from maskfx.passes.operators import POINTWISE

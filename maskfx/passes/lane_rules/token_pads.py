@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.types import IntLikeType
 
-from maskfx.ir.lanes import (
+from maskfx.ir.geometry.lanes import (
     SITES,
     Dim,
     Feature,

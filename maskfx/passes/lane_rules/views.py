@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.ir.lanes import Dim, Feature, Lane, NotLaned, int_hint, node_shape
-from maskfx.ir.regroup import regroup
+from maskfx.ir.geometry.lanes import Dim, Feature, Lane, NotLaned, int_hint, node_shape
+from maskfx.ir.geometry.regroup import regroup
 from maskfx.passes.context import argument
 from maskfx.passes.lane_rules.marker import Marker, Rules
 from maskfx.passes.operators import VIEWS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.ir.lanes import Feature, Lane, NotLaned, node_shape
+from maskfx.ir.geometry.lanes import Feature, Lane, NotLaned, node_shape
 from maskfx.passes.context import nodes_at
 from maskfx.passes.lane_rules.marker import Marker, Rules
 

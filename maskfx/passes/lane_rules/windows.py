@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.types import IntLikeType
 
-from maskfx.ir.lanes import (
+from maskfx.ir.geometry.lanes import (
     Dim,
     Feature,
     Frames,
@@ -24,7 +24,7 @@ from maskfx.ir.lanes import (
     lane_of,
     node_shape,
 )
-from maskfx.ir.pyramid import NO_SHIFT, Level, Shift, added, is_near
+from maskfx.ir.geometry.pyramid import NO_SHIFT, Level, Shift, added, is_near
 from maskfx.passes.context import PassContext, argument, op_name
 from maskfx.passes.geometry import (
     Geometry,

@@ -8,7 +8,7 @@ from math import prod
 
 from torch import fx
 
-from maskfx.ir.lanes import (
+from maskfx.ir.geometry.lanes import (
     SITES,
     Batch,
     Feature,
@@ -23,9 +23,9 @@ from maskfx.ir.lanes import (
     node_shape,
     site_order,
 )
-from maskfx.ir.lines import is_apart
-from maskfx.ir.pyramid import Window
-from maskfx.ir.sources import CallSpans, Given, Halo, LinePairs, Lines, Pairs, Rest
+from maskfx.ir.geometry.lines import is_apart
+from maskfx.ir.geometry.pyramid import Window
+from maskfx.ir.programs.sources import CallSpans, Given, Halo, LinePairs, Lines, Pairs, Rest
 from maskfx.passes.context import (
     Editor,
     PassContext,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from maskfx.ir.lanes import Lane, Tokens, lane_of, lanes_of, node_shape
-from maskfx.ir.program import Tap
-from maskfx.ir.sources import Kept
+from maskfx.ir.geometry.lanes import Lane, Tokens, lane_of, lanes_of, node_shape
+from maskfx.ir.programs.program import Tap
+from maskfx.ir.programs.sources import Kept
 from maskfx.passes.context import (
     Choice,
     Editor,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.ir.lanes import Lane, Y, node_shape
-from maskfx.ir.pyramid import Window
-from maskfx.ir.sources import Subsites
+from maskfx.ir.geometry.lanes import Lane, Y, node_shape
+from maskfx.ir.geometry.pyramid import Window
+from maskfx.ir.programs.sources import Subsites
 from maskfx.passes.context import (
     Editor,
     PassContext,

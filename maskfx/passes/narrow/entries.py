@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.ir.sources import Enter, Loaded
+from maskfx.ir.programs.sources import Enter, Loaded
 from maskfx.passes.context import Editor, PassContext, enter_rows, need_lane, ops, slug
 
 

@@ -6,7 +6,7 @@ import operator
 
 from torch import fx
 
-from maskfx.ir.lanes import (
+from maskfx.ir.geometry.lanes import (
     Lane,
     fixed_count,
     int_hint,

@@ -6,7 +6,7 @@ from math import prod
 
 from torch import fx
 
-from maskfx.ir.lanes import Lane, fixed_segment, node_shape
+from maskfx.ir.geometry.lanes import Lane, fixed_segment, node_shape
 from maskfx.passes.context import Editor, aten, need_lane
 from maskfx.passes.row_form import fixed_rows
 

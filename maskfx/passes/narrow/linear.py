@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.ir.lanes import node_shape
+from maskfx.ir.geometry.lanes import node_shape
 from maskfx.passes.context import (
     Editor,
     PassContext,

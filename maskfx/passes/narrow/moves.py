@@ -7,9 +7,9 @@ from math import prod
 
 from torch import fx
 
-from maskfx.ir.lanes import Lane, X, Y, lane_of
-from maskfx.ir.pyramid import Window
-from maskfx.ir.sources import Weights
+from maskfx.ir.geometry.lanes import Lane, X, Y, lane_of
+from maskfx.ir.geometry.pyramid import Window
+from maskfx.ir.programs.sources import Weights
 from maskfx.passes.context import (
     Editor,
     PassContext,

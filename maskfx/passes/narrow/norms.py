@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.ir.lanes import Lane
-from maskfx.ir.sources import Rest, RestStats
+from maskfx.ir.geometry.lanes import Lane
+from maskfx.ir.programs.sources import Rest, RestStats
 from maskfx.ops import wide
 from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name, ops
 from maskfx.passes.lane_rules.frames import is_by_frame

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.ir.lanes import lane_of
+from maskfx.ir.geometry.lanes import lane_of
 from maskfx.passes.context import Editor, PassContext, need_lane, op_name
 from maskfx.passes.operators import POINTWISE
 from maskfx.passes.row_form import full_rows, is_rows, spread_to

@@ -7,8 +7,8 @@ from math import prod
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import Feature, Lane, is_image, node_shape
-from maskfx.ir.sources import Rest, RestStats, RestSum
+from maskfx.ir.geometry.lanes import Feature, Lane, is_image, node_shape
+from maskfx.ir.programs.sources import Rest, RestStats, RestSum
 from maskfx.passes.context import (
     Editor,
     PassContext,

@@ -6,9 +6,9 @@ from math import ceil, prod
 
 from torch import fx
 
-from maskfx.ir.lanes import Y
-from maskfx.ir.pyramid import Pyramid, Window
-from maskfx.ir.sources import Parents
+from maskfx.ir.geometry.lanes import Y
+from maskfx.ir.geometry.pyramid import Pyramid, Window
+from maskfx.ir.programs.sources import Parents
 from maskfx.passes.context import (
     Editor,
     PassContext,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import Batch, lane_of, node_shape
+from maskfx.ir.geometry.lanes import Batch, lane_of, node_shape
 from maskfx.passes.context import Editor, PassContext, Unsupported, aten, need_lane, op_name
 from maskfx.passes.operators import VIEWS
 

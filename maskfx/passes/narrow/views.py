@@ -6,9 +6,9 @@ from math import prod
 
 from torch import fx
 
-from maskfx.ir.lanes import Feature, Lane, X, Y
-from maskfx.ir.pyramid import Window
-from maskfx.ir.sources import Subsites
+from maskfx.ir.geometry.lanes import Feature, Lane, X, Y
+from maskfx.ir.geometry.pyramid import Window
+from maskfx.ir.programs.sources import Subsites
 from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name
 from maskfx.passes.operators import VIEWS
 from maskfx.passes.row_form import aligned, full_rows, is_rows, pick_up, spread_to

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.ir.lanes import Feature, Lane, node_shape
+from maskfx.ir.geometry.lanes import Feature, Lane, node_shape
 from maskfx.ops import run_whole
 from maskfx.passes.context import Editor, PassContext, need_lane, nodes_at
 from maskfx.passes.row_form import full_rows, is_rows

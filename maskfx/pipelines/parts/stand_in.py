@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from maskfx.ir.part_hooks import ACCELERATE, DIFFUSERS, acts
+from maskfx.ir.modules.part_hooks import ACCELERATE, DIFFUSERS, acts
 from maskfx.pipelines.parts.modular import absent_parts
 from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.runtime.hardware.offload import whole_hook

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.ir.level_shares import LevelShare, MaskWork, work_of
+from maskfx.ir.geometry.level_shares import LevelShare, MaskWork, work_of
 from maskfx.pipelines.templates.batches import batch_of, picture_of
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.step_kinds import StepKind

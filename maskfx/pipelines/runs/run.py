@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from maskfx.ir.geometry.level_shares import MaskWork
 from maskfx.ir.late import LateTensor
-from maskfx.ir.level_shares import MaskWork
 from maskfx.ir.listed import count_listed
-from maskfx.ir.module_settings import RunSettings
+from maskfx.ir.modules.module_settings import RunSettings
 from maskfx.ir.objects import Watched, made_object
 from maskfx.ir.values import copy_of
 from maskfx.pipelines.adapters.late_lora import from_step

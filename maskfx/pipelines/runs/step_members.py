@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from maskfx.ir.level_shares import MaskWork
+from maskfx.ir.geometry.level_shares import MaskWork
 from maskfx.pipelines.handlers.call_handler import CallPart
 from maskfx.pipelines.runs.computed_sites import kind_of, mask_work, sites_of
 from maskfx.pipelines.runs.run import DenoiserCall

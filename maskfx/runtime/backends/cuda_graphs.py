@@ -19,8 +19,16 @@ from torch import Tensor, fx
 
 from maskfx.compiler.pieces import Piece, cut
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Interface
-from maskfx.ir.sources import CallSpans, LinePairs, OwnGroups, Pairs, RankGroups, RestSpans, Spans
+from maskfx.ir.programs.program import Interface
+from maskfx.ir.programs.sources import (
+    CallSpans,
+    LinePairs,
+    OwnGroups,
+    Pairs,
+    RankGroups,
+    RestSpans,
+    Spans,
+)
 from maskfx.runtime.backends.eager import Runner
 from maskfx.runtime.backends.graph_function import Fetch, Run
 from maskfx.runtime.backends.pieces import PieceRunner, at_inputs

@@ -24,7 +24,7 @@ from maskfx import ops
 from maskfx.compiler.pieces import Also, Piece, cut
 from maskfx.compiler.rows_export import export_rows
 from maskfx.config import Settings
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.backends.graph_function import Fetch, Run
 from maskfx.runtime.backends.pieces import PieceRunner, at_inputs
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskfx.ir.sources import Cached, Given, RestStats
+from maskfx.ir.programs.sources import Cached, Given, RestStats
 from maskfx.ops import has_kernels
 from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.batch.copied_rows import CopiedRows

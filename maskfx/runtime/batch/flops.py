@@ -20,10 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
 from maskfx.compiler.source_dtypes import dtype_of
-from maskfx.ir.lanes import Batch, Lane, is_image
-from maskfx.ir.program import Interface, Program, Tap
-from maskfx.ir.pyramid import Pyramid
-from maskfx.ir.source_sizes import (
+from maskfx.ir.geometry.lanes import Batch, Lane, is_image
+from maskfx.ir.geometry.pyramid import Pyramid
+from maskfx.ir.programs.program import Interface, Program, Tap
+from maskfx.ir.programs.source_sizes import (
     HaloRows,
     KeptRows,
     KeyRows,
@@ -38,7 +38,7 @@ from maskfx.ir.source_sizes import (
     row_set,
     sizes_of,
 )
-from maskfx.ir.sources import (
+from maskfx.ir.programs.sources import (
     Given,
     Halo,
     Kept,

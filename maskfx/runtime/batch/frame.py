@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import InputError
-from maskfx.ir.lanes import Batch, Lane, is_image
+from maskfx.ir.geometry.lanes import Batch, Lane, is_image
 from maskfx.ir.late import is_late, wait_for
-from maskfx.ir.program import Interface
-from maskfx.ir.sources import (
+from maskfx.ir.programs.program import Interface
+from maskfx.ir.programs.sources import (
     Adapted,
     Cached,
     Down,

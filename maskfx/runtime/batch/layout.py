@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from maskfx.ir.lanes import is_image
+from maskfx.ir.geometry.lanes import is_image
+from maskfx.ir.geometry.pyramid import Window
 from maskfx.ir.lru import LruCache
-from maskfx.ir.pyramid import Window
-from maskfx.ir.sources import (
+from maskfx.ir.programs.sources import (
     Cached,
     Calls,
     CallSpans,

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskfx.ir.lanes import grid_level, of_each
-from maskfx.ir.lines import (
+from maskfx.ir.geometry.lanes import grid_level, of_each
+from maskfx.ir.geometry.lines import (
     Index,
     Numbered,
     by_count,
@@ -20,7 +20,7 @@ from maskfx.ir.lines import (
     lines_of_each,
     places_of,
 )
-from maskfx.ir.sources import Lines
+from maskfx.ir.programs.sources import Lines
 from maskfx.runtime.sites.active import ActiveSites
 
 

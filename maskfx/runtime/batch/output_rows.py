@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.ir.lanes import Lane
+from maskfx.ir.geometry.lanes import Lane
 from maskfx.runtime.batch.rows import Sized, split_axes
 
 Places = tuple[slice | Tensor, ...]  # indices into a value with its batch and sites in front

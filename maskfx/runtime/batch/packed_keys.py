@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from maskfx.compiler.fuse import SCALES, STEPS
-from maskfx.ir.sources import Rest
+from maskfx.ir.programs.sources import Rest
 from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskfx.ir.lanes import Batch, Lane, fixed_count, grid_segment
-from maskfx.ir.program import Interface
-from maskfx.ir.source_sizes import row_set
-from maskfx.ir.sources import (
+from maskfx.ir.geometry.lanes import Batch, Lane, fixed_count, grid_segment
+from maskfx.ir.programs.program import Interface
+from maskfx.ir.programs.source_sizes import row_set
+from maskfx.ir.programs.sources import (
     Adapted,
     CallSpans,
     Enter,

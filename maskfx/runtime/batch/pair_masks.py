@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskfx.ir.lanes import is_image
-from maskfx.ir.sources import LinePairs, Owner, Pairs, PairTable, RestOwner
+from maskfx.ir.geometry.lanes import is_image
+from maskfx.ir.programs.sources import LinePairs, Owner, Pairs, PairTable, RestOwner
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.lines import places
 from maskfx.runtime.batch.member import Member

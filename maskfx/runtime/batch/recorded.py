@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import CacheError
-from maskfx.ir.lanes import is_image
-from maskfx.ir.program import Interface
-from maskfx.ir.sources import Cached, HeadShare, Rest
+from maskfx.ir.geometry.lanes import is_image
+from maskfx.ir.programs.program import Interface
+from maskfx.ir.programs.sources import Cached, HeadShare, Rest
 from maskfx.ops import wide
 from maskfx.runtime.batch.head_rows import head_bytes, pick_heads, units_at, units_of
 from maskfx.runtime.batch.layout import Layout

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from maskfx.ir.program import Interface
+from maskfx.ir.programs.program import Interface
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, StatsKey
 from maskfx.runtime.cache.rows import Rows, RowSubset
 from maskfx.runtime.cache.step_cache import StepCache

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskfx.ir.lanes import (
+from maskfx.ir.geometry.lanes import (
     PICTURE,
     SITES,
     Batch,
@@ -24,7 +24,7 @@ from maskfx.ir.lanes import (
     is_image,
     site_order,
 )
-from maskfx.ir.program import Tap
+from maskfx.ir.programs.program import Tap
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.cache.rows import Rows, row_bytes
 from maskfx.runtime.sites.active import ActiveSites

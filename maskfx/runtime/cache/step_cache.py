@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import CacheError
-from maskfx.ir.program import Tap
+from maskfx.ir.programs.program import Tap
 from maskfx.ops import wide
 from maskfx.runtime.cache.quantize import Encoding, Format, Packed, pack, select
 from maskfx.runtime.cache.rows import (

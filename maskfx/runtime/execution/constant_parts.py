@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from maskfx.ir.lent_methods import lent
-from maskfx.ir.part_hooks import acts
+from maskfx.ir.modules.lent_methods import lent
+from maskfx.ir.modules.part_hooks import acts
 from maskfx.ir.values import same_values
 
 LARGEST = 64 << 20  # bytes of a result that is kept

@@ -22,7 +22,7 @@ from maskfx.compiler.capture.arguments.roles import Roles, observed_sizes
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.captured import groups_of, joined
 from maskfx.compiler.compile import Compilation
-from maskfx.ir.lanes import SITES, Batch, Lane, is_image, lane_of, lanes_of, site_order
+from maskfx.ir.geometry.lanes import SITES, Batch, Lane, is_image, lane_of, lanes_of, site_order
 from maskfx.ir.objects import copied_tree
 from maskfx.ir.values import copies, same_values
 from maskfx.runtime.backends.graph_function import find

@@ -6,7 +6,7 @@ import weakref
 
 from torch import Tensor
 
-from maskfx.ir.program import Derived, Program, derive
+from maskfx.ir.programs.program import Derived, Program, derive
 
 
 class DerivedWeights:

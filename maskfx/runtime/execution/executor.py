@@ -14,7 +14,7 @@ from typing import Any
 
 from maskfx.config import Settings
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.ir.values import Equality
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout

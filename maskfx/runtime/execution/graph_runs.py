@@ -18,8 +18,8 @@ from maskfx import ops
 from maskfx.compiler.fuse import fused
 from maskfx.compiler.pieces import sink_late
 from maskfx.config import Settings
-from maskfx.ir.program import Program
-from maskfx.ir.sources import Cached
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.sources import Cached
 from maskfx.runtime.backends.eager import PackedWeights, Runner
 from maskfx.runtime.backends.graph_function import Fetch, Run
 from maskfx.runtime.batch.frame import Frame

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.backends.eager import first_uses
 from maskfx.runtime.backends.graph_function import Fetch
 from maskfx.runtime.batch.frame import Frame

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx import ops
 from maskfx.config import Settings
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.backends import cuda_graphs
 from maskfx.runtime.backends.graph_function import Run
 from maskfx.runtime.backends.whole_steps import WholeGraph, WholeSteps

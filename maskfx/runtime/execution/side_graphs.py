@@ -10,8 +10,8 @@ from torch import Tensor
 
 from maskfx.compiler.capture.captured import Capture, groups_of
 from maskfx.errors import InputError
-from maskfx.ir.lanes import Batch, Lane
-from maskfx.ir.program import SideGraph
+from maskfx.ir.geometry.lanes import Batch, Lane
+from maskfx.ir.programs.program import SideGraph
 from maskfx.ir.weak_memo import WeakMemo
 from maskfx.runtime.lora.calls import adapted
 from maskfx.runtime.lora.layers import AdapterSet

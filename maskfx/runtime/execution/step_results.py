@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from maskfx.ir.lanes import Lane
+from maskfx.ir.geometry.lanes import Lane
 from maskfx.ir.late import wait_for
-from maskfx.ir.program import KEYS, Interface
+from maskfx.ir.programs.program import KEYS, Interface
 from maskfx.ir.values import copy_of
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member

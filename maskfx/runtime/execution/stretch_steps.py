@@ -17,8 +17,8 @@ from maskfx.compiler.build_program import taps_of
 from maskfx.compiler.fuse import fused
 from maskfx.compiler.pieces import Piece, sink_late
 from maskfx.compiler.stretch_pieces import stretch_pieces
-from maskfx.ir.grids import Floats
-from maskfx.ir.program import KEYS, STRETCH, Interface, Program
+from maskfx.ir.geometry.grids import Floats
+from maskfx.ir.programs.program import KEYS, STRETCH, Interface, Program
 from maskfx.runtime.backends.eager import Runner
 from maskfx.runtime.backends.graph_function import Fetch, Run
 from maskfx.runtime.backends.pieces import PieceRunner

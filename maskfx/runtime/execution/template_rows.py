@@ -15,10 +15,10 @@ from torch import Tensor, fx
 
 from maskfx.compiler.build_program import taps_of
 from maskfx.compiler.fuse import fused
-from maskfx.ir.lazy_module import over_same
 from maskfx.ir.lru import LruCache
+from maskfx.ir.modules.lazy_module import over_same
 from maskfx.ir.nodes import ancestors
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.backends.eager import PackedWeights, Runner
 from maskfx.runtime.backends.graph_function import Run
 from maskfx.runtime.batch.frame import Frame

@@ -19,7 +19,7 @@ from maskfx.compiler.low_rank_twins import (
     weight_names,
 )
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.lora.layers import AdapterSet, restricted
 from maskfx.runtime.lora.stacks import NamedSet
 

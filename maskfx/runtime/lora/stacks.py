@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import derive
-from maskfx.ir.sources import Down, OwnBiases, OwnGroups, OwnWeights, RankGroups, Up, Updated
+from maskfx.ir.programs.program import derive
+from maskfx.ir.programs.sources import (
+    Down,
+    OwnBiases,
+    OwnGroups,
+    OwnWeights,
+    RankGroups,
+    Up,
+    Updated,
+)
 from maskfx.runtime.lora.layers import AdapterSet, LayerUpdate
 
 BATCHES = 2  # combinations of adapters whose stacks are kept

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import fx
 
 from maskfx import ops
-from maskfx.ir.program import Program
-from maskfx.ir.sources import Cached
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.sources import Cached
 from maskfx.runtime.backends.eager import first_uses
 from maskfx.runtime.batch.flops import RowSet, count_rows
 from maskfx.runtime.sites.active import ActiveSites

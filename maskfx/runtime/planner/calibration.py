@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import InputError
-from maskfx.ir.program import KEYS as KEYS_REGION
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import KEYS as KEYS_REGION
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.batch.flops import square_mask
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.computed_rows import with_computed

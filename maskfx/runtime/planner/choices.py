@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from maskfx.ir.program import Program
-from maskfx.ir.sources import Cached, Loaded, Source
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.sources import Cached, Loaded, Source
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member

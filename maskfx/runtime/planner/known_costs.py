@@ -17,7 +17,7 @@ import torch
 
 from maskfx.errors import CacheError, InputError
 from maskfx.ir import progress
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.load_choice import is_for_stores
 from maskfx.runtime.planner.calibration import calibrate, estimate, trial_batches

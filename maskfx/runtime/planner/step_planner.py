@@ -15,7 +15,7 @@ from typing import Any
 
 from maskfx.errors import InputError
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.stores.read_speed import ReadSpeed

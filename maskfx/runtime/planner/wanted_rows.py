@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from maskfx.ir.program import Program
-from maskfx.ir.sources import Cached, Rest
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.sources import Cached, Rest
 from maskfx.runtime.backends.eager import first_uses
 from maskfx.runtime.planner.choices import INPUT, WHOLE, Choices, projects
 

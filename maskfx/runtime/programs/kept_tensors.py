@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from maskfx.ir.callables import content_of
+from maskfx.ir.modules.callables import content_of
 
 DEPTH = 4  # of containers, objects and functions inside one another
 # attributes of PyTorch's modules whose contents are the module's own tensors and parts

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from maskfx.compiler.compile import Compilation
-from maskfx.ir.module_settings import settings_of
-from maskfx.ir.number_settings import Place, numbers_of
+from maskfx.ir.modules.module_settings import settings_of
+from maskfx.ir.modules.number_settings import Place, numbers_of
 
 
 class NumberSettings:

@@ -22,10 +22,10 @@ from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.compile import Compilation, compile_capture
 from maskfx.config import Settings
 from maskfx.errors import InputError, SizesDisagree
-from maskfx.ir.grids import mask_shape
+from maskfx.ir.geometry.grids import mask_shape
 from maskfx.ir.lru import LruCache
 from maskfx.ir.objects import copied_tree, copy_tree
-from maskfx.ir.program import Program
+from maskfx.ir.programs.program import Program
 from maskfx.ir.values import copies, has_meta, same_values
 from maskfx.runtime.execution.dense_fallback import graph_in_full
 from maskfx.runtime.execution.executor import BatchExecutor

@@ -14,7 +14,7 @@ from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import Compilation
 from maskfx.errors import InputError
 from maskfx.ir.objects import copied_tree
-from maskfx.ir.program import Region
+from maskfx.ir.programs.program import Region
 from maskfx.ir.values import PLAIN_TENSORS
 from maskfx.runtime.sites.mask import Mask
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from maskfx.errors import InputError
-from maskfx.ir.grids import Floats
+from maskfx.ir.geometry.grids import Floats
 from maskfx.runtime.reuse.forecast import KEPT, weights_of
 from maskfx.runtime.reuse.judges import FEATURES, Bools, TableJudge, bin_changes
 from maskfx.runtime.reuse.patch_calls import ObservedCall

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from maskfx.errors import InputError
 from maskfx.ir.argument_checks import check_number
-from maskfx.ir.grids import Floats
+from maskfx.ir.geometry.grids import Floats
 
 Bools = NDArray[np.bool_]
 

@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 from torch import Tensor
 
-from maskfx.ir.grids import Floats
+from maskfx.ir.geometry.grids import Floats
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.reuse.judges import Bools
 from maskfx.runtime.reuse.kept_outputs import KeptOutputs

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from torch import Tensor
 
-from maskfx.ir.grids import Floats
+from maskfx.ir.geometry.grids import Floats
 from maskfx.runtime.reuse.judges import Bools, Judge, PatchFeatures, TableJudge, Threshold
 from maskfx.runtime.reuse.patches import PatchReuse, PatchState
 from maskfx.runtime.sites.mask import Mask

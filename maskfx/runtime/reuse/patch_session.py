@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from maskfx.errors import CacheError
-from maskfx.ir.program import STRETCH
+from maskfx.ir.programs.program import STRETCH
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.cache.rolling.rolling_pool import RollingPool
 from maskfx.runtime.cache.rolling.rolling_rest import replace_rest

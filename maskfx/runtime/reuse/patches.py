@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from maskfx.errors import InputError
 from maskfx.ir.argument_checks import check_choice, check_number, check_whole
-from maskfx.ir.grids import Floats
+from maskfx.ir.geometry.grids import Floats
 from maskfx.runtime.reuse.judges import (
     AUTO,
     Bools,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.ir.grids import Floats
+from maskfx.ir.geometry.grids import Floats
 from maskfx.ops import wide
 from maskfx.runtime.hardware.devices import moved
 from maskfx.runtime.reuse.judges import Bools

@@ -15,11 +15,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskfx.ir.cuts import piece_of
-from maskfx.ir.grids import full_window, window_weights
-from maskfx.ir.lanes import filled, fixed_count, grid_level, is_image, padded, segment_region
+from maskfx.ir.geometry.cuts import piece_of
+from maskfx.ir.geometry.grids import full_window, window_weights
+from maskfx.ir.geometry.lanes import (
+    filled,
+    fixed_count,
+    grid_level,
+    is_image,
+    padded,
+    segment_region,
+)
+from maskfx.ir.geometry.pyramid import Pyramid, Window
 from maskfx.ir.lru import LruCache
-from maskfx.ir.pyramid import Pyramid, Window
 from maskfx.runtime.sites.mask import Mask
 
 # a level (None: packed tokens; or the name of a part of these) and a region

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from maskfx.ir.grids import Size, mask_at
-from maskfx.ir.pyramid import Level
+from maskfx.ir.geometry.grids import Size, mask_at
+from maskfx.ir.geometry.pyramid import Level
 from maskfx.ir.weak_memo import WeakMemo
 
 PARTS = 64  # masks whose parts are kept

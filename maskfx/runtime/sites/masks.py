@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import MaskError
-from maskfx.ir.grids import full_window, mask_shape
-from maskfx.ir.lanes import is_image
-from maskfx.ir.program import Interface
-from maskfx.ir.pyramid import Window
-from maskfx.ir.sources import Halo, Kept, Loaded, Rest, RestStats, RestSum
+from maskfx.ir.geometry.grids import full_window, mask_shape
+from maskfx.ir.geometry.lanes import is_image
+from maskfx.ir.geometry.pyramid import Window
+from maskfx.ir.programs.program import Interface
+from maskfx.ir.programs.sources import Halo, Kept, Loaded, Rest, RestStats, RestSum
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.mask import Mask
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from maskfx.ir.pyramid import Pyramid
+from maskfx.ir.geometry.pyramid import Pyramid
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.mask import Mask
 

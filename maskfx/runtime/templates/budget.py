@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from maskfx.errors import BudgetError, InputError
-from maskfx.ir import program
 from maskfx.ir.argument_checks import check_number, check_type, check_whole, refuse
+from maskfx.ir.programs import program
 from maskfx.runtime.batch import flops
 from maskfx.runtime.explain import amount
 from maskfx.runtime.planner.blocks import FLOPS, find_blocks

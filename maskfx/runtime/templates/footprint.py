@@ -15,8 +15,8 @@ import torch
 
 from maskfx.compiler.capture.tracing.light_run import convolved_elements
 from maskfx.errors import MissingRequest
-from maskfx.ir.lanes import is_image
-from maskfx.ir.program import Interface, Program
+from maskfx.ir.geometry.lanes import is_image
+from maskfx.ir.programs.program import Interface, Program
 from maskfx.runtime.batch import flops
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format
 from maskfx.runtime.denoiser import CompiledDenoiser

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from maskfx.errors import BudgetError, CacheError, InputError
-from maskfx.ir.program import KEYS, Program
+from maskfx.ir.programs.program import KEYS, Program
 from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.cache.serialize import SCHEMA
 from maskfx.runtime.cache.step_cache import StepCache, read_rows

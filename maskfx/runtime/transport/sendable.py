@@ -8,7 +8,7 @@ import shutil
 
 from torch import nn
 
-from maskfx.ir.callables import HOOKS
+from maskfx.ir.modules.callables import HOOKS
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from maskfx.compiler.capture.arguments import roles as roles_
 from maskfx.compiler.compile import Compilation
 from maskfx.errors import CacheError
-from maskfx.ir.grids import mask_shape
+from maskfx.ir.geometry.grids import mask_shape
 from maskfx.ir.listed import Join, count_listed, picture_sides
 from maskfx.ir.objects import copy_tree
 from maskfx.ir.values import has_meta, same_values

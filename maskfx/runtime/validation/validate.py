@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from maskfx.compiler.capture.arguments.roles import STEP_WORDS
 from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
-from maskfx.ir.program import KEYS, STRETCH, Interface
-from maskfx.ir.sources import Loaded
+from maskfx.ir.programs.program import KEYS, STRETCH, Interface
+from maskfx.ir.programs.sources import Loaded
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.sites.mask import Mask

@@ -22,8 +22,8 @@ from torch import nn
 
 import maskfx
 from maskfx.engine.engine import Engine
-from maskfx.engine.helper_processes import HelperProcesses
-from maskfx.engine.placement import InRequestThreads, Placement, parts_around
+from maskfx.engine.processes.helper_processes import HelperProcesses
+from maskfx.engine.processes.placement import InRequestThreads, Placement, parts_around
 from maskfx.ir import progress
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.digests import digest

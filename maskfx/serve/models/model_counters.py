@@ -8,7 +8,7 @@ from collections import Counter
 import structlog
 
 from maskfx.engine.engine import Engine
-from maskfx.ir.level_shares import LevelShare
+from maskfx.ir.geometry.level_shares import LevelShare
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.level_shares import level_shares

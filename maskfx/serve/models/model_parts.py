@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from maskfx.distributed.unsupported import why_unsupported
-from maskfx.engine.services import OwnProcesses
+from maskfx.engine.processes.services import OwnProcesses
 from maskfx.errors import InputError
 from maskfx.ops.cache_folder import kept_folder
 from maskfx.pipelines.adapters.lora_files import LoraTarget

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import maskfx
 from maskfx.engine.engine import Engine
-from maskfx.engine.helper_processes import HelperProcesses
-from maskfx.engine.placement import Placement
+from maskfx.engine.processes.helper_processes import HelperProcesses
+from maskfx.engine.processes.placement import Placement
 from maskfx.engine.step_runner import Step
 from maskfx.errors import Cancelled, InputError
 from maskfx.pipelines.compile import pipeline_state_of
@@ -24,7 +24,7 @@ from maskfx.pipelines.masks.masks import margin_sites
 from maskfx.pipelines.parts.pipeline import Pipeline
 from maskfx.runtime.hardware.cpu_threads import give_back, sharing_cores
 from maskfx.runtime.lora.files import SUFFIX
-from maskfx.scheduling.elastic import ElasticRounds
+from maskfx.scheduling.rounds.elastic import ElasticRounds
 from maskfx.scheduling.step_reports import StepMember, Stepped
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.conflicts import conflict

@@ -16,7 +16,7 @@ from maskfx.distributed.divider import Divider
 from maskfx.distributed.division.links import LinkCosts
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.rank_step import RankPrograms
-from maskfx.ir.head_sources import WAYS, AttentionWays
+from maskfx.ir.programs.head_sources import WAYS, AttentionWays
 from tests.distributed import tiny
 from tests.distributed.test_ranks import BOUND, cache_error, error, shares
 from tests.factories.masks import MASKS

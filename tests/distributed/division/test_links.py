@@ -22,7 +22,7 @@ from maskfx.distributed.division.step_costs import Exchanges, exchanges_of, sent
 from maskfx.distributed.division.work import RankWork, Work
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.distributed.rank_step import RankPrograms
-from maskfx.ir.head_sources import AttentionWay, AttentionWays
+from maskfx.ir.programs.head_sources import AttentionWay, AttentionWays
 from maskfx.runtime.batch.flops import row_flops
 from tests.distributed import tiny
 from tests.distributed.test_ranks import BOUND, error

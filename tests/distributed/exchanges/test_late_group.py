@@ -11,7 +11,7 @@ import maskfx
 from maskfx import DenseStep, EditStep
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.late_runs import cut_evenly
-from maskfx.ir.head_sources import WAYS, AttentionWay
+from maskfx.ir.programs.head_sources import WAYS, AttentionWay
 from maskfx.runtime.steps import LateExchange, RecordStep, SplitRun
 from tests.distributed import tiny
 from tests.distributed.test_ranks import BOUND, cache_error, error, shares

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import maskfx
-from maskfx.ir.sources import Kept
+from maskfx.ir.programs.sources import Kept
 from maskfx.passes.narrow.choices import narrow_choices
 from tests.factories.experts import Choosing, Routed, Tokens, seeded
 from tests.passes.tools import a_mask, check_values, denoiser_of, error, run_pass, tokens

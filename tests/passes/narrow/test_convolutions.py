@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maskfx.ir.sources import Halo, Neighbours, Subsites
+from maskfx.ir.programs.sources import Halo, Neighbours, Subsites
 from maskfx.passes.narrow.convolutions import narrow_convolutions
 from tests.passes.tools import Make, check_values, picture, run_pass, shared
 

@@ -1,6 +1,6 @@
 """narrow_entries: rows behind a cut come from a table."""
 
-from maskfx.ir.sources import Enter, Loaded
+from maskfx.ir.programs.sources import Enter, Loaded
 from maskfx.passes.narrow.entries import narrow_entries
 from tests.passes.test_cut_keys import Block, make_inputs
 from tests.passes.tools import run_pass

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maskfx.ir.sources import RestStats
+from maskfx.ir.programs.sources import RestStats
 from maskfx.passes.narrow.norms import narrow_norms
 from tests.passes.tools import check_values, joint, picture, run_pass, shared, timed, tokens
 

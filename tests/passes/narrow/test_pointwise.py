@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maskfx.ir.sources import Owner
+from maskfx.ir.programs.sources import Owner
 from maskfx.passes.narrow.pointwise import narrow_pointwise
 from tests.passes.tools import check_values, joint, numbers, picture, run_pass, shared, timed
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maskfx.ir.sources import Rest, RestSum
+from maskfx.ir.programs.sources import Rest, RestSum
 from maskfx.passes.narrow.reductions import narrow_reductions
 from tests.passes.tools import check_values, joint, picture, run_pass, shared, timed, tokens
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maskfx.ir.sources import Parents, Weights
+from maskfx.ir.programs.sources import Parents, Weights
 from maskfx.passes.narrow.resampling import narrow_resampling
 from tests.passes.tools import check_values, picture, run_pass, shared
 

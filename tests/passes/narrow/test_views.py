@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.ir.sources import Neighbours, Subsites
+from maskfx.ir.programs.sources import Neighbours, Subsites
 from maskfx.passes.narrow.views import narrow_views
 from tests.passes.tools import (
     TOLERANCE,

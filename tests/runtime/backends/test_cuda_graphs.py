@@ -16,7 +16,7 @@ from torch import Tensor
 import maskfx
 from maskfx import Loader
 from maskfx.compiler.pieces import cut
-from maskfx.ir.sources import Neighbours, Owner, Spans
+from maskfx.ir.programs.sources import Neighbours, Owner, Spans
 from maskfx.runtime.backends import cuda_graphs
 from maskfx.runtime.backends.cuda_graphs import CapturedPiece, recorder_on
 from maskfx.runtime.batch.padding import PaddedFrame, padded_size

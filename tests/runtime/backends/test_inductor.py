@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import maskfx
-from maskfx.ir.sources import Rest
+from maskfx.ir.programs.sources import Rest
 from maskfx.runtime.backends import inductor
 from maskfx.runtime.backends.pieces import PieceRunner
 from maskfx.runtime.execution.prefetch import Stopwatch

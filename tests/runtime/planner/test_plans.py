@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import maskfx
-from maskfx.ir.sources import Enter
+from maskfx.ir.programs.sources import Enter
 from tests.factories import masks
 from tests.factories.planned import compiled
 from tests.factories.zoo import ZOO, Case, marked

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import maskfx
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.number_inputs import as_inputs
-from maskfx.ir.number_settings import numbers_of, spelled
+from maskfx.ir.modules.number_settings import numbers_of, spelled
 from maskfx.runtime.programs import program_cache
 from maskfx.runtime.programs.shared_programs import shared_programs
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskfx.ir.grids import full_window
-from maskfx.ir.program import Interface
-from maskfx.ir.pyramid import Level, Pyramid, Window
-from maskfx.ir.sources import Neighbours, Owner, Parents, RestSpans, Spans, Subsites
+from maskfx.ir.geometry.grids import full_window
+from maskfx.ir.geometry.pyramid import Level, Pyramid, Window
+from maskfx.ir.programs.program import Interface
+from maskfx.ir.programs.sources import Neighbours, Owner, Parents, RestSpans, Spans, Subsites
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.sites.active import ActiveSites, ActiveSitesCache

@@ -6,7 +6,7 @@ import weakref
 import torch
 from torch.nn import functional as F
 
-from maskfx.ir.pyramid import Level
+from maskfx.ir.geometry.pyramid import Level
 from maskfx.runtime.sites.mask import Mask, MaskCache
 from tests.factories import masks
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import maskfx
 from maskfx.errors import CacheError, MaskError
-from maskfx.ir.sources import Halo, Loaded, Rest, RestStats
+from maskfx.ir.programs.sources import Halo, Loaded, Rest, RestStats
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format
 from maskfx.runtime.cache.rows import RowSubset
 from maskfx.runtime.cache.serialize import decode, encode

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskfx.ir.pyramid import Level, Pyramid
+from maskfx.ir.geometry.pyramid import Level, Pyramid
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.sites.row_sets import FoundRows, RowSets

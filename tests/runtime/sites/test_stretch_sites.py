@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from maskfx.ir.lanes import grid_segment
-from maskfx.ir.pyramid import Level, Pyramid, Window
+from maskfx.ir.geometry.lanes import grid_segment
+from maskfx.ir.geometry.pyramid import Level, Pyramid, Window
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.sites.stretch_sites import StretchSites

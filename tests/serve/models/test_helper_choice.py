@@ -13,8 +13,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from maskfx.engine.helper_processes import HelperProcesses
-from maskfx.engine.placement import InRequestThreads
+from maskfx.engine.processes.helper_processes import HelperProcesses
+from maskfx.engine.processes.placement import InRequestThreads
 from maskfx.serve.models import helper_choice
 from maskfx.serve.models.helper_choice import FILE, HelperTimes, helper_pays, unsuited
 from maskfx.serve.models.model_parts import PROGRAMS

@@ -9,7 +9,7 @@ import torch
 
 from maskfx.compiler.capture.arguments import roles as roles_
 from maskfx.compiler.capture.arguments.roles import Argument, Sizes
-from maskfx.ir.lanes import (
+from maskfx.ir.geometry.lanes import (
     Batch,
     Feature,
     Frames,
@@ -19,8 +19,8 @@ from maskfx.ir.lanes import (
     int_hint,
     pad_segment,
 )
-from maskfx.ir.other_sizes import Base, SizeExpr
-from maskfx.ir.pyramid import Level, Pyramid
+from maskfx.ir.geometry.other_sizes import Base, SizeExpr
+from maskfx.ir.geometry.pyramid import Level, Pyramid
 
 
 def pyramid_of(sizes: Sizes, others: tuple[Base, ...]) -> Pyramid:

@@ -10,7 +10,7 @@ from torch import fx
 from torch.types import IntLikeType
 
 from maskfx.compiler.capture.arguments.roles import Argument, Sizes, role_size
-from maskfx.ir.lanes import has_no_hint, int_hint
+from maskfx.ir.geometry.lanes import has_no_hint, int_hint
 
 
 def has_batch(leaves: Sequence[Argument]) -> bool:

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.arguments.grid_numbers import side_of
 from maskfx.errors import SizesDisagree
-from maskfx.ir.cuts import NUMBER
+from maskfx.ir.geometry.cuts import NUMBER
 from maskfx.ir.read_numbers import numbers_in
 
 Roles = tuple[str, ...]

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.compiler.capture.arguments.roles import Argument, flatten
-from maskfx.ir.lanes import NotLaned
+from maskfx.ir.geometry.lanes import NotLaned
 from maskfx.ir.objects import copied_tree
 
 LARGEST = 1 << 16  # numbers of an argument that a capture may hold

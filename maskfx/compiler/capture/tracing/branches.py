@@ -27,8 +27,8 @@ from maskfx.compiler.capture.tracing import lengths as lengths_
 from maskfx.compiler.capture.tracing.light_run import LightProducts, light_twin
 from maskfx.compiler.capture.tracing.routings import PRESUMED, Routings
 from maskfx.errors import CaptureError
-from maskfx.ir.lazy_module import LazyModule
-from maskfx.ir.lent_methods import lent
+from maskfx.ir.modules.lazy_module import LazyModule
+from maskfx.ir.modules.lent_methods import lent
 from maskfx.ir.nodes import ancestors
 from maskfx.ir.objects import Watched, closed_object, copy_tree, open_objects
 

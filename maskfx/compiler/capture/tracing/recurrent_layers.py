@@ -14,7 +14,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from maskfx.compiler.capture.tracing.branches import Unexportable
-from maskfx.ir.lanes import int_hint
+from maskfx.ir.geometry.lanes import int_hint
 
 LAYERS = ("gru", "lstm", "rnn_tanh", "rnn_relu")
 MOST = 64  # tokens that a graph may compute one after the other

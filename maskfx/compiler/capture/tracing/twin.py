@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from maskfx.ir.part_hooks import DIFFUSERS, run_widened, widened_type
+from maskfx.ir.modules.part_hooks import DIFFUSERS, run_widened, widened_type
 
 CONTAINERS = (dict, OrderedDict, list, set)  # of these types; configurations are of others
 SHARED = (Tensor, type, ModuleType, dict, list, set)

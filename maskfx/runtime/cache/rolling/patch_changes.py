@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskfx.ir.lanes import grid_level, is_image, padded
-from maskfx.ir.program import STRETCH, Interface
-from maskfx.ir.sources import Loaded
+from maskfx.ir.geometry.lanes import grid_level, is_image, padded
+from maskfx.ir.programs.program import STRETCH, Interface
+from maskfx.ir.programs.sources import Loaded
 from maskfx.ops import add_changes, wide
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.patches import Ids, PatchGrid

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskfx.ir.lanes import is_image
+from maskfx.ir.geometry.lanes import is_image
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Interface
-from maskfx.ir.sources import Cached, Loaded, Rest
+from maskfx.ir.programs.program import Interface
+from maskfx.ir.programs.sources import Cached, Loaded, Rest
 from maskfx.ops import ChosenRows
 from maskfx.runtime.cache.rolling.placement import RowPlacement, placed, spans_of
 from maskfx.runtime.hardware.devices import moved

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskfx.ir.grids import Floats
+from maskfx.ir.geometry.grids import Floats
 from maskfx.ops import put_all
 from maskfx.runtime.cache.rolling.patch_changes import ChangeMeter, boundary_taps, reading_sets
 from maskfx.runtime.cache.rolling.places import Batched

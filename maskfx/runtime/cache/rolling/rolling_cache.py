@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from maskfx.ir.lanes import is_image
-from maskfx.ir.program import Interface
+from maskfx.ir.geometry.lanes import is_image
+from maskfx.ir.programs.program import Interface
 from maskfx.ops import wide
 from maskfx.runtime.cache.rolling.free_ranges import FreeRanges
 from maskfx.runtime.cache.rolling.patch_changes import ChangeMeter, PatchChanges, patch_table

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import CacheError
-from maskfx.ir.lanes import grid_segment
-from maskfx.ir.program import STRETCH, Interface, Program
-from maskfx.ir.sources import Halo, Kept, Loaded, Rest, RestStats, RestSum
+from maskfx.ir.geometry.lanes import grid_segment
+from maskfx.ir.programs.program import STRETCH, Interface, Program
+from maskfx.ir.programs.sources import Halo, Kept, Loaded, Rest, RestStats, RestSum
 from maskfx.runtime.cache.rolling.patch_changes import PatchChanges, boundary_taps, reading_sets
 from maskfx.runtime.cache.rolling.places import Group
 from maskfx.runtime.cache.rolling.read_inputs import ReadInputs

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from maskfx.ir.program import Interface
-from maskfx.ir.sources import Loaded, Rest
+from maskfx.ir.programs.program import Interface
+from maskfx.ir.programs.sources import Loaded, Rest
 from maskfx.ops import ChosenRows, serves_chosen
 from maskfx.runtime.cache.rolling.places import ALL, NONE, Group, Regions, RowPlaces
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskfx.ir.program import Interface
-from maskfx.ir.sources import RestSum
+from maskfx.ir.programs.program import Interface
+from maskfx.ir.programs.sources import RestSum
 from maskfx.runtime.cache.rolling.patch_changes import PatchChanges
 from maskfx.runtime.cache.rolling.places import Group
 from maskfx.runtime.cache.rolling.read_inputs import ReadInputs

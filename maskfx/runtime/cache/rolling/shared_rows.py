@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from maskfx.ir.sources import Cached
+from maskfx.ir.programs.sources import Cached
 from maskfx.runtime.cache.rolling.places import Batched, Picks
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.cache.rolling.set_rows import RowsAhead

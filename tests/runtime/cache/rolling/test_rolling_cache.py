@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import maskfx
 from maskfx.errors import CacheError
-from maskfx.ir.lanes import is_image
-from maskfx.ir.program import Program
-from maskfx.ir.sources import Loaded, Rest, RestSum
+from maskfx.ir.geometry.lanes import is_image
+from maskfx.ir.programs.program import Program
+from maskfx.ir.programs.sources import Loaded, Rest, RestSum
 from maskfx.ops.kernels.serves import SWITCH
 from maskfx.runtime.batch.rows import tap_parts
 from maskfx.runtime.cache.rolling.free_ranges import FreeRanges

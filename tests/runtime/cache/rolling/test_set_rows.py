@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import maskfx
-from maskfx.ir.sources import Loaded, Rest
+from maskfx.ir.programs.sources import Loaded, Rest
 from maskfx.ops import ChosenRows
 from maskfx.ops.kernels.serves import SWITCH
 from maskfx.ops.native import build
