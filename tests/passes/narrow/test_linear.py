@@ -25,7 +25,7 @@ class Layers(nn.Module):
         self.narrow, self.wide = nn.Linear(8, 1), nn.Linear(1, 8)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.wide(self.narrow(self.first(hidden_states)).relu())
+        return self.wide(self.narrow(self.first(hidden_states)).tanh())
 
 
 class Pointwise(nn.Module):
@@ -37,7 +37,7 @@ class Pointwise(nn.Module):
         self.narrow, self.wide = nn.Conv2d(6, 1, 1), nn.Conv2d(1, 4, 1)
 
     def forward(self, sample: Tensor) -> Tensor:
-        return self.wide(self.narrow(self.first(sample)).relu())
+        return self.wide(self.narrow(self.first(sample)).tanh())
 
 
 class Level(nn.Module):
