@@ -6,7 +6,7 @@
 Batches of random composition (edits, dense members, recordings and members that reuse patches, in
 three sizes, guided and not) run on the shipped models in an engine, as on a worker; all of them
 once, then again with the same masks and noise, `--turns` times. What each step reports is written
-to a file of lines; with `--steps` an earlier one is read, and nothing runs.
+to lines of compositions-MODEL.jsonl; with `--steps` earlier ones are read, and nothing runs.
 
 held_out  fitted to 80 % of the compositions, judged on the steps of the others: mean absolute
           percentage error and R2 of each predictor, in CPU seconds of the computing thread and in
@@ -46,6 +46,7 @@ from maskfx.scheduling.step_fit import StepFit
 from maskfx.scheduling.step_reports import StepMember, Stepped
 
 RESULTS = ROOT / "bench" / "results"
+STEPS = "compositions"
 MODELS = ("unet", "dit")
 HELD_OUT, FOLDS = 0.2, 5
 SPEEDS = {"as measured": 1.0, "twice as slow from the middle on": 2.0}
@@ -248,8 +249,8 @@ def main(command: Sequence[str] | None = None) -> None:
     result = header("bench.costs.compositions", given.told)
     result |= {"pixels": SIZES, "models": []}
     for name in given.models:
-        path = Path(f"{given.steps}-{name}.jsonl")
-        if not path.exists():
+        path = Path(f"{given.steps or STEPS}-{name}.jsonl")
+        if given.steps is None:
             measure(name, given.compositions, given.most, given.seed, path, given.turns)
         seen = [decode(line) for line in path.read_bytes().splitlines()]
         result["models"].append(judged(name, seen))
@@ -268,7 +269,7 @@ def parse(command: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=1, help="how often each composition runs")
     parser.add_argument("--most", type=int, default=6, help="requests of a composition, at most")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", default="compositions", help="FILE of FILE-MODEL.jsonl")
+    parser.add_argument("--steps", help="FILE of FILE-MODEL.jsonl: read, and nothing runs")
     parser.add_argument("--costs", help="a folder; MODEL-cpu.json is written, for bench.simulate")
     parser.add_argument("--out", default=str(RESULTS / "costs-compositions.json"))
     told = list(sys.argv[1:] if command is None else command)
