@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 _known: MutableMapping[Tensor, tuple[int, list[Any]]] = WeakIdKeyDictionary()
 
 
-def numbers_in(value: Tensor) -> list[Any]:
+def read_once(value: Tensor) -> list[Any]:
     """Return the numbers of a tensor as nested lists, which are not to be changed."""
     if value.is_inference():  # in-place changes can't be detected
         return list(value.tolist())

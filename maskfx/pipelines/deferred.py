@@ -237,9 +237,7 @@ def derive(
     shapes = ledger.shapes.get(key)
     if shapes is None:
         shapes = ledger.shapes[key] = shapes_of(func, args, kwargs)
-    for leaf in leaves:
-        if isinstance(leaf, Deferred):
-            leaf.used = True
+    hold(leaves)
     operation = DeferredOperation(func, args, kwargs)
     ledger.derived.append(operation)
     return deferred_like(shapes, device, ledger, operation)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import maskfx
-from maskfx.ir.read_numbers import numbers_in
+from maskfx.ir.read_numbers import read_once
 from tests.factories.own_cases import OWN
 from tests.factories.own_denoisers import built
 from tests.factories.zoo import Size
@@ -35,20 +35,20 @@ class Reads(TorchFunctionMode):
 def test_a_tensor_is_read_once_per_version() -> None:
     value, other = torch.tensor([[2, 3]]), torch.tensor([[2, 3]])
     with Reads() as reads:
-        assert [numbers_in(value) for _ in range(3)] == [[[2, 3]]] * 3
+        assert [read_once(value) for _ in range(3)] == [[[2, 3]]] * 3
         assert reads.count == 1
         value[0, 1] = 5
-        assert numbers_in(value) == [[2, 5]]
-        assert numbers_in(other) == [[2, 3]]
+        assert read_once(value) == [[2, 5]]
+        assert read_once(other) == [[2, 3]]
         assert reads.count == 3
 
 
 def test_changes_in_inference_mode_are_seen() -> None:
     with torch.inference_mode():
         value = torch.tensor([1, 2])
-        assert numbers_in(value) == [1, 2]
+        assert read_once(value) == [1, 2]
         value += 1
-        assert numbers_in(value) == [2, 3]
+        assert read_once(value) == [2, 3]
 
 
 Made = tuple[torch.nn.Module, dict[str, Any]]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from maskfx.ir.listed import is_picture
-from maskfx.ir.read_numbers import numbers_in
+from maskfx.ir.read_numbers import read_once
 from maskfx.ir.values import PLAIN_TENSORS
 
 MOST = 64  # pictures of a call
@@ -124,4 +124,4 @@ def whole_numbers(value: Tensor) -> list[Any]:
     """Return the numbers of a small tensor of several integers; [] for others."""
     plain = type(value) in PLAIN_TENSORS and not value.is_meta and 1 < value.numel() <= 4 * MOST
     whole = not value.is_floating_point() and not value.is_complex()
-    return numbers_in(value) if plain and whole and value.dtype.itemsize > 1 else []
+    return read_once(value) if plain and whole and value.dtype.itemsize > 1 else []

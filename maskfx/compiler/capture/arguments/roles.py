@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.capture.arguments.grid_numbers import side_of
 from maskfx.errors import SizesDisagree
 from maskfx.ir.geometry.cuts import NUMBER
-from maskfx.ir.read_numbers import numbers_in
+from maskfx.ir.read_numbers import read_once
 
 Roles = tuple[str, ...]
 Sizes = dict[str, int]  # by role
@@ -115,7 +115,7 @@ def numbers_of(leaf: Argument, value: torch.Tensor) -> list[int]:
     """Return the numbers of the first sample in a tensor that has sides of the picture."""
     if not leaf.sides:
         return []
-    numbers = numbers_in(value)
+    numbers = read_once(value)
     own = numbers[:1] if leaf.roles[0] == "batch" else numbers
     return [int(n) for n in np.ravel(own)]
 
