@@ -207,7 +207,11 @@ def variants(bench: Bench, threshold: float, age: int) -> list[Side]:
         "every=2": patches(every=2, **usual),
     }
     found = [
-        Side(f"step, alike, age={age}, threshold={threshold}, {name}", "patches, variants", run)
+        Side(
+            f"step, alike, age={age}, threshold={threshold}, {name}",
+            "patches, threshold, step",
+            run,
+        )
         for name, run in named.items()
     ]
     if any((folder / JUDGE).exists() for folder in model_folders(bench.bed.denoiser)):
