@@ -200,7 +200,7 @@ def sides_of(bench: Bench, plan: Mapping[str, Any], judge: Path | None) -> list[
 
 def variants(bench: Bench, threshold: float, age: int) -> list[Side]:
     """Return sides that differ in one setting each from one of those before, and shipped judges."""
-    usual = {"threshold": threshold, "age": age}
+    usual: dict[str, Any] = {"threshold": threshold, "age": age}
     named: dict[str, Run] = {
         "held outputs": patches(outputs="hold", **usual),
         "half the side": patches(side=bench.side // 2, **usual),
