@@ -207,25 +207,17 @@ def at_hand(denoiser: maskfx.CompiledDenoiser, steps: Any) -> None:
 # Late inputs.
 
 
-def late(
-    rounds: int, cases: Sequence[tuple[int, float]] = ((1, 0.1), (2, 0.1), (3, 0.1), (1, 1.0))
-) -> dict[str, Any]:
+def late(rounds: int, nets: Sequence[int] = (1, 2, 3)) -> dict[str, Any]:
     return {
         "asked": "one engine step a denoising step; bit-equal; within 10 % of sum_over_largest",
-        "by_nets": [late_with(nets, masked, rounds) for nets, masked in cases],
+        "by_nets": [late_with(count, rounds) for count in nets],
     }
 
 
-def late_with(nets: int, masked: float, rounds: int) -> dict[str, Any]:
-    """Calls of a pipeline with a number of ControlNets, one thread for each process.
-
-    Args:
-        nets: Their number.
-        masked: Share of the picture that is edited; with 1 the module runs.
-        rounds: Runs of each side.
-    """
+def late_with(nets: int, rounds: int) -> dict[str, Any]:
+    """Edits of a pipeline with a number of ControlNets, one thread for each process."""
     torch.set_num_threads(1)
-    pipe, call = control_pipeline(nets, masked)
+    pipe, call = control_pipeline(nets)
     pipe(**call(0))  # records the template
     alone = pipe(**call(1))[0]
     outputs: dict[str, torch.Tensor] = {}
@@ -260,7 +252,6 @@ def late_with(nets: int, masked: float, rounds: int) -> dict[str, Any]:
     slowest = max(one["median"] for one in slower.values())
     return {
         "nets": nets,
-        "masked": masked,
         "times_as_quick": ratio(seconds["one process"], seconds["beside"]),
         "seconds_by_denoiser": sums,
         "seconds_of_each_step": spent,
@@ -297,9 +288,7 @@ def katz(
     return {name: own for name, own in parts.report().items() if name != "parts"}
 
 
-def control_pipeline(
-    nets: int, masked: float, width: int = 64
-) -> tuple[Any, Callable[[int], dict[str, Any]]]:
+def control_pipeline(nets: int, width: int = 64) -> tuple[Any, Callable[[int], dict[str, Any]]]:
     """A compiled inpainting pipeline with ControlNets of its UNet's shape, and its calls."""
     import diffusers
     from PIL import Image
@@ -319,7 +308,7 @@ def control_pipeline(
     pipe.set_progress_bar_config(disable=True)
     side = 256
     image = smooth_picture(side, 0)
-    mask = Image.fromarray((masks.make(masks.KINDS[0], side, side, masked, 0) * 255).byte().numpy())
+    mask = Image.fromarray((masks.make(masks.KINDS[0], side, side, 0.1, 0) * 255).byte().numpy())
 
     def call(seed: int) -> dict[str, Any]:
         noise = torch.Generator().manual_seed(seed)

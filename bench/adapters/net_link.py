@@ -68,7 +68,7 @@ class Whole:
 
 def measured(width: int) -> dict[str, Any]:
     """Return the bytes per denoising step of a recording and two edits."""
-    pipe, call = control_pipeline(1, 0.1, width)
+    pipe, call = control_pipeline(1, width)
     found: dict[str, Any] = {}
     whole = Whole()
     counted = mock.patch.object(StepProcess, "run", whole.run(StepProcess.run))
