@@ -170,6 +170,8 @@ class ServeSettings(BaseModel):
     # denoisers, such as controlnet, that are computed in processes of their own on each worker
     own_process: Names = ()
     own_process_replicas: int = Field(1, ge=1)  # processes of each
+    # the device of each, in this order, such as cuda:1; (): the model's others, if there are any
+    own_process_devices: Names = ()
     # weights of the nets whose processes run, per worker; unpopular ones end; None: no limit
     own_process_bytes: int | None = Field(default=None, gt=0)
     own_process_seconds: float = Field(120.0, gt=0)  # for a step, after which one is replaced

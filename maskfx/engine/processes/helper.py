@@ -16,6 +16,7 @@ from maskfx.ir.many_objects import many_objects
 from maskfx.runtime.hardware.cpu_threads import give_back
 from maskfx.runtime.hardware.freed_memory import keep_freed_memory
 from maskfx.runtime.processes.channel import Channel, connect_to_parent
+from maskfx.runtime.transport.shared_tensors import PackedMessage
 from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack, unpack
 
 Key = int | str  # of a pipeline component
@@ -46,11 +47,11 @@ def answer(parts: dict[Key, object], message: list[bytearray]) -> tuple[object, 
         return None, plain(error)
 
 
-def unpickled(packed: bytes) -> object:
-    """Return a component, whose weights lie in memory that all processes share."""
+def unpickled(packed: PackedMessage) -> object:
+    """Return a component; its weights are in memory that processes share, or on a device."""
     try:
         with many_objects():  # of the libraries that it is the first to need
-            return pickle.loads(packed)
+            return pickle.loads(packed.parts[0], buffers=packed.parts[1:])
     except Exception as error:
         raise Unsendable(f"a helper can't make it: {type(error).__name__}: {error}") from error
 

@@ -34,8 +34,11 @@ from maskfx.errors import Closed, InputError
 from maskfx.pipelines.adapters.lora import adapters_of
 from maskfx.pipelines.parts.stand_in import is_coded
 from maskfx.runtime.hardware.cpu_threads import beside
+from maskfx.runtime.hardware.devices import CPU
 from maskfx.runtime.processes.child_process import ChildProcess
+from maskfx.runtime.transport.copied_module import packed_for
 from maskfx.runtime.transport.sendable import bare, can_be_sent
+from maskfx.runtime.transport.shared_tensors import PackedMessage
 from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack, unpack
 from maskfx.runtime.weights import WeightChange, Weights
 
@@ -70,14 +73,13 @@ class HelperProcess:
             self.stop()
             raise
 
-    def give(self, key: Key, part: object) -> None:
-        """Send a component, unless the process has it already."""
+    def give(self, key: Key, part: object, device: torch.device = CPU) -> None:
+        """Send a component, unless the process has it already.
+
+        Weights on the CPU are shared, those on a device are copied to this one.
+        """
         if key not in self.parts:
-            try:
-                packed = bytes(ForkingPickler.dumps(bare(part)))
-            except (pickle.PicklingError, TypeError, AttributeError) as error:
-                raise Unsendable(f"{type(part).__name__}: {error}") from error
-            self._ask("part", key, packed)
+            self._ask("part", key, shared(part) if device == CPU else packed_for(device, part))
             self.parts.add(key)
 
     def run(
@@ -109,6 +111,14 @@ class HelperProcess:
 
     def stop(self) -> None:
         self.child.end()
+
+
+def shared(part: object) -> PackedMessage:
+    """Return a component as a message, its weights in memory that processes share."""
+    try:
+        return PackedMessage([ForkingPickler.dumps(bare(part))])
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise Unsendable(f"{type(part).__name__}: {error}") from error
 
 
 class HelperProcesses:

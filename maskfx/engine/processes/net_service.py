@@ -9,13 +9,17 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from maskfx.engine.processes.step_process import StepProcess
 from maskfx.pipelines.runs.computed_sites import sites_of
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.hardware.devices import CPU
+from maskfx.runtime.hardware.queued_work import QueuedWork
 from maskfx.runtime.identity import weight_bytes
 from maskfx.runtime.step_executor import SharedAdapters, compute_steps
 from maskfx.runtime.steps import AnyStep
@@ -28,10 +32,10 @@ class NetService:
     """Runs the steps of one net in its replicas.
 
     Args:
-        denoiser: The denoiser that the replicas hold, with its weights in shared memory.
+        denoiser: The denoiser that the replicas hold; weights on the CPU are in shared memory.
         identity: Its digest (`maskfx.runtime.identity`).
         room: Makes room for the replicas for the time of a step.
-        replicas: Number of processes.
+        devices: The device of each replica.
         threads: Number of threads of each.
         seconds: Time in which a process must answer a step; None sets no limit.
     """
@@ -43,17 +47,19 @@ class NetService:
         denoiser: CompiledDenoiser,
         identity: str,
         room: Room,
-        replicas: int = 1,
+        devices: Sequence[torch.device] = (CPU,),
         threads: int = 1,
         seconds: float | None = None,
     ) -> None:
-        self.denoiser, self.identity = denoiser, identity
-        self.nbytes = weight_bytes(denoiser.module) * replicas
+        self.denoiser, self.identity, self.devices = denoiser, identity, tuple(devices)
+        self.nbytes = weight_bytes(denoiser.module) * len(devices)
         self._room = room
         self._folder = tempfile.TemporaryDirectory(prefix="maskfx-programs-")
         programs = Path(self._folder.name)
-        names = [f"process {n + 1} of {replicas}" for n in range(replicas)]
-        self.replicas = [StepProcess(denoiser, programs, threads, seconds, n) for n in names]
+        self.replicas = [
+            StepProcess(denoiser, programs, threads, seconds, name, device)
+            for device, name in zip(devices, names_of(devices), strict=True)
+        ]
         self.without_room = 0  # steps computed in this process because there was no room
         self.steps = 0  # batch steps
 
@@ -132,11 +138,14 @@ class NetService:
         if len(parts) == 1:
             return self.replicas[chosen[0]].run(denoiser, steps, shared)
 
+        work = QueuedWork.of_thread()
+
         def part(replica: int) -> list[object]:
             own = parts[replica]
             sites = int(sum(costs[i] for i in own))
             few = None if shared is None else replace(shared, sites=sites)
-            return self.replicas[replica].run(denoiser, [steps[i] for i in own], few)
+            with nullcontext() if work is None else work.current():
+                return self.replicas[replica].run(denoiser, [steps[i] for i in own], few)
 
         results: list[object] = [None] * len(steps)
         with ThreadPoolExecutor(len(parts), thread_name_prefix="maskfx-step") as threads:
@@ -145,6 +154,13 @@ class NetService:
             for i, result in zip(own, begun[r].result(), strict=True):
                 results[i] = result
         return results
+
+
+def names_of(devices: Sequence[torch.device]) -> list[str]:
+    """Return what replicas are called in explanations."""
+    names = [f"process {n + 1} of {len(devices)}" for n in range(len(devices))]
+    pairs = zip(names, devices, strict=True)
+    return [name if device == CPU else f"{name} on {device}" for name, device in pairs]
 
 
 def least_loaded(costs: Sequence[float], held: Sequence[Sequence[bool]]) -> list[int]:

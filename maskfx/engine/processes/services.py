@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from maskfx.engine.processes.net_devices import check_device, named, spread
 from maskfx.engine.processes.net_service import NetService
 from maskfx.errors import InputError
-from maskfx.ir.argument_checks import check_number, check_whole
+from maskfx.ir.argument_checks import check_number, check_whole, refuse
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.hardware.offload import device_of
 from maskfx.runtime.identity import identity_of, is_plain, same_weights
 from maskfx.runtime.popularity import LeastFrequentlyUsed, ResidentSet
 from maskfx.runtime.programs.program_files import compiled_as
@@ -39,14 +43,17 @@ class OwnProcesses:
             "controlnet.0".
         replicas: Number of processes of each.
         nbytes: Limit of the bytes of the weights that running processes compute with, each process
-            counted; the processes of less popular nets end beyond it, and start again when a
-            request needs them. None sets no limit. Steps of a net for which the nets in use leave
-            no room are computed in the engine's process.
+            counted, of all devices together; the processes of less popular nets end beyond it, and
+            start again when a request needs them. None sets no limit. Steps of a net for which the
+            nets in use leave no room are computed in the engine's process.
         threads: Number of threads of each process.
         seconds: Time in which a process must answer a step, or it is replaced; a process has
             longer for its first step, because it starts and compiles. None sets no limit.
         half_life: Number of requests' uses of nets after which a use counts half in a net's
             popularity.
+        devices: The device of the processes of each name, in the order of `names`, such as
+            ("cuda:1",). By default those of a net on a GPU are on the other devices of its type,
+            on the one with the fewest processes first, or on the net's own if it is the only one.
     """
 
     names: tuple[str, ...] = ()
@@ -55,6 +62,7 @@ class OwnProcesses:
     threads: int = 1
     seconds: float | None = 120.0
     half_life: float = HALF_LIFE
+    devices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = self.names
@@ -65,6 +73,16 @@ class OwnProcesses:
         check_number("OwnProcesses", "nbytes", self.nbytes, "bytes", above=True, or_none=True)
         check_number("OwnProcesses", "seconds", self.seconds, "seconds", above=True, or_none=True)
         check_number("OwnProcesses", "half_life", self.half_life, above=True)
+        devices = self.devices
+        if not isinstance(devices, (tuple, list)) or not all(isinstance(d, str) for d in devices):
+            refuse("OwnProcesses", "devices", devices, 'a list of devices, such as ["cuda:1"]')
+        if devices and len(devices) != len(names):
+            raise InputError(
+                f"OwnProcesses: {len(devices)} devices for {len(names)} names; give one for "
+                "each, or none"
+            )
+        for device in devices:
+            named(device)
 
     @classmethod
     def of(cls, given: Collection[str] | OwnProcesses) -> OwnProcesses:
@@ -77,6 +95,17 @@ class OwnProcesses:
     def has(self, name: str) -> bool:
         """Return True for a denoiser that is computed in processes of its own."""
         return name in self.names or name.split(".")[0] in self.names
+
+    def device(self, name: str, home: torch.device) -> torch.device | None:
+        """Return the device that is given for a denoiser; None if none is.
+
+        Raises InputError for one that its processes can't be on, if its weights are on `home`.
+        """
+        given = dict(zip(self.names, self.devices, strict=False))
+        found = given.get(name, given.get(name.split(".")[0]))
+        if found is not None:
+            check_device(named(found), home, name)
+        return None if found is None else named(found)
 
 
 @dataclass(frozen=True)
@@ -131,6 +160,8 @@ class NetServices:
         self._ended = NetCounts()  # of services that ended
         self._lock = threading.RLock()
         self._closed = False
+        # the devices that settings give for modules
+        self._devices: MutableMapping[nn.Module, torch.device | None] = WeakIdKeyDictionary()
 
     def lease(self, holder: object, denoisers: Mapping[str, CompiledDenoiser]) -> None:
         """Note that a request uses its pipeline's nets until `release`, and start them.
@@ -139,9 +170,12 @@ class NetServices:
             holder: The request.
             denoisers: The denoisers of its pipeline by name.
         """
-        named = [d for name, d in denoisers.items() if self.settings.has(name)]
+        chosen = {name: d for name, d in denoisers.items() if self.settings.has(name)}
         with self._lock:
-            found = [] if self._closed else list(map(self._service, named))
+            for name, denoiser in chosen.items():
+                home = device_of(denoiser.module)
+                self._devices[denoiser.module] = self.settings.device(name, home)
+            found = [] if self._closed else list(map(self._service, chosen.values()))
             leased = list(dict.fromkeys(one for one in found if one is not None))
             self._leases[id(holder)] = leased
             for service in leased:
@@ -208,7 +242,7 @@ class NetServices:
             self._warn(denoiser, "it runs exported files")
         elif not self._closed:
             service = self._alike(denoiser)
-            if service is None and (reason := kept_by(module)) is not None:
+            if service is None and (reason := kept_by(module, copied=True)) is not None:
                 self._warn(denoiser, reason)
             elif service is None:
                 service = self._new(denoiser)
@@ -230,9 +264,10 @@ class NetServices:
     def _alike(self, denoiser: CompiledDenoiser) -> NetService | None:
         if not self._services or not is_plain(denoiser.module):
             return None
-        identity = identity_of(denoiser)
+        identity, device = identity_of(denoiser), self._devices.get(denoiser.module)
         for service in list(self._services):
             alike = service.identity == identity and self._is_current(service)
+            alike = alike and device in (None, *service.devices)
             if alike and same_weights(service.denoiser.module, denoiser.module):
                 return service
         return None
@@ -258,7 +293,7 @@ class NetServices:
             denoiser,
             identity_of(denoiser),
             self._room,
-            settings.replicas,
+            self._placed(denoiser.module),
             settings.threads,
             settings.seconds,
         )
@@ -273,6 +308,14 @@ class NetServices:
             )
         self._services.append(service)
         return service
+
+    def _placed(self, module: nn.Module) -> list[torch.device]:
+        """Return the device of each process of a net."""
+        given, count = self._devices.get(module), self.settings.replicas
+        if given is not None:
+            return [given] * count
+        used = Counter(device for service in self._services for device in service.devices)
+        return spread(device_of(module), count, used)
 
     def _leave(self, module: nn.Module, service: NetService | None) -> None:
         """End the service whose processes hold a module's earlier weights."""

@@ -1,7 +1,8 @@
 """StepProcess: computes the steps of one denoiser, such as a ControlNet, in a process of its own.
 
-The process holds the denoiser compiled, over weights in shared memory, and the recordings that
-edits were computed from. If it dies or misses the deadline of a step, another process computes the
+The process holds the denoiser compiled, over weights in shared memory or its own on a device, and
+the recordings that edits were computed from. What crosses from a device to a device goes through
+host memory. If it dies or misses the deadline of a step, another process computes the
 step again, once; a step that no process can compute is computed in this one.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -23,9 +25,12 @@ from maskfx.engine.processes.helper_processes import HelperProcess
 from maskfx.engine.processes.served_denoiser import Computed, Dropped, ServedDenoiser
 from maskfx.ir.late import LateTensor, wait_for
 from maskfx.runtime.batch.output_rows import whole_result
+from maskfx.runtime.cache.movers import HostMover
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.hardware.devices import CPU
+from maskfx.runtime.hardware.offload import device_of
 from maskfx.runtime.lora.adapter import Layers, WeightedLayers
 from maskfx.runtime.lora.in_place_costs import Elsewhere
 from maskfx.runtime.lora.sent import SentLayers
@@ -47,13 +52,14 @@ class StepProcess:
     """Runs the steps of one denoiser in a process that is started at the first step.
 
     Args:
-        denoiser: The denoiser that the process holds, with its weights in shared memory.
+        denoiser: The denoiser that the process holds; weights on the CPU are in shared memory.
         programs: Directory in which the process finds compiled programs, if the denoiser's
             settings name none.
         threads: Number of threads that the process computes with.
         seconds: Time in which the process must answer a step; its first one may take
             `START_SECONDS` longer. None sets no limit.
         name: Of the process, for explanations.
+        device: Where the process computes; of the type of the denoiser's.
     """
 
     def __init__(
@@ -63,8 +69,9 @@ class StepProcess:
         threads: int = 1,
         seconds: float | None = None,
         name: str = "its process",
+        device: torch.device = CPU,
     ) -> None:
-        self.denoiser, self.programs, self.name = denoiser, programs, name
+        self.denoiser, self.programs, self.name, self.device = denoiser, programs, name, device
         self.threads, self.seconds = threads, seconds
         self.in_place = Elsewhere()  # what the process chose
         self.starts = 0
@@ -77,7 +84,8 @@ class StepProcess:
         self._layers: dict[int, tuple[int, Layers]] = {}  # adapters' numbers, by their ids
         self._count = itertools.count()
         self._dropped: deque[int] = deque()  # recordings and adapters that are not used any more
-        self._tensors = TensorSender()
+        self._home = device_of(denoiser.module)
+        self._tensors = TensorSender(self._home)
         self._lock = threading.Lock()  # one step at a time
         self._sendable = True
         self._stopped = False
@@ -175,8 +183,9 @@ class StepProcess:
             process.child.channel.limit(self.seconds + (START_SECONDS if first else 0))
         if first:
             try:
-                process.give(DENOISER, self._served())
-            except Unsendable:  # it would be packed again for each step
+                process.give(DENOISER, self._served(), self.device)
+            except Unsendable as error:  # it would be packed again for each step
+                log.warning("%s has no process: %s", type(self.denoiser.module).__name__, error)
                 self._sendable = False
                 self._end()
                 raise
@@ -223,7 +232,8 @@ class StepProcess:
         cache: StepCache = step.cache
         known, contents = self._numbers.get(cache), None
         if known is None:
-            known, contents = next(self._count), cache
+            known = next(self._count)
+            contents = cache if self._home == CPU else HostMover().to_host(cache)
             self._numbers[cache] = known
             fresh.append(cache)
             weakref.finalize(cache, self._dropped.append, known)

@@ -26,6 +26,8 @@ from maskfx.pipelines.runs.run import DenoiserCall
 from maskfx.pipelines.runs.step_members import CallMember, choose_steps, count_sites, settled
 from maskfx.runtime.cache.step_cache import has_unread
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.hardware.offload import device_of
+from maskfx.runtime.hardware.queued_work import QueuedWork
 from maskfx.runtime.load_choice import has_loads
 from maskfx.runtime.lora.in_place_costs import ChosenBy
 from maskfx.runtime.step_executor import SharedAdapters, StepExecutor
@@ -45,13 +47,25 @@ class StepThreads:
         self._lock = Lock()  # groups of requests may step at the same time
 
     def start(
-        self, executor: StepExecutor, work: Callable[..., None], *args: object
+        self,
+        executor: StepExecutor,
+        queued: QueuedWork,
+        work: Callable[..., None],
+        *args: object,
     ) -> Future[None]:
-        """Run a function after those started before with the same executor."""
+        """Run a function after those started before with the same executor.
+
+        Its copies of tensors that `queued` knows don't wait for steps computed meanwhile.
+        """
+
+        def run() -> None:
+            with queued.current():
+                work(*args, executor)
+
         with self._lock:
             if executor not in self._pools:
                 self._pools[executor] = ThreadPoolExecutor(1, thread_name_prefix="maskfx-step")
-            return self._pools[executor].submit(work, *args, executor)
+            return self._pools[executor].submit(run)
 
     def close(self) -> None:
         """Wait for all of them, and end the threads."""
@@ -94,7 +108,10 @@ def execute(
             if executor is None:
                 run_group(group, finite, in_place=in_place)
                 continue
-            started = own.start(executor, run_group, group, finite)
+            leaves = pytree.tree_leaves([call.inputs for call in group])
+            there = [leaf for leaf in leaves if type(leaf) is Tensor]
+            queued = QueuedWork(device_of(group[0].denoiser.module), there)
+            started = own.start(executor, queued, run_group, group, finite)
             for call in group:
                 call.running = started
             if not all(call.late for call in group):

@@ -9,12 +9,12 @@ from collections.abc import Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from maskfx.ir.geometry.lanes import Lane
 from maskfx.runtime.batch.rows import Sized, split_axes
+from maskfx.runtime.hardware.devices import copied, moved
 
 Places = tuple[slice | Tensor, ...]  # indices into a value with its batch and sites in front
 
@@ -44,11 +44,12 @@ class OutputRows:
             recorded: The output of the recording.
             known: The places of sites, which outputs of one result share.
         """
-        full = recorded.clone(memory_format=torch.contiguous_format)
+        full = copied(recorded, self.rows.device).contiguous()
         ordered = [self.sizes[i] for i in self.order]
         key = id(self.index), *ordered[1 : 1 + self.site_axes]
         if key not in known:
-            known[key] = places(self.index.long(), ordered, self.site_axes)
+            index = moved(self.index, full.device).long()
+            known[key] = places(index, ordered, self.site_axes)
         full.view(self.sizes).permute(self.order)[known[key]] = self.rows
         return full
 

@@ -69,6 +69,17 @@ def device_of(module: nn.Module) -> torch.device:
     return CPU if weights is None else weights.device
 
 
+def is_offloaded(module: nn.Module) -> bool:
+    """Return True if hooks move a module, or parts of it, while it runs."""
+    return any(map(moves_weights, module.modules()))
+
+
+def moves_weights(part: nn.Module) -> bool:
+    """Return True for a part with a hook of accelerate's, or one of diffusers' for groups."""
+    registry = getattr(vars(part).get("_diffusers_hook"), "hooks", {})
+    return "_hf_hook" in vars(part) or any("offloading" in name for name in registry)
+
+
 def numbers_elsewhere(module: nn.Module) -> dict[int, Callable[[], Tensor]]:
     """Return what reads the numbers of each placeholder among a module's weights, by its id."""
     parts = module.modules()

@@ -1,4 +1,7 @@
-"""Which modules can be sent to another process of this machine, over weights in shared memory."""
+"""Which modules can be sent to another process of this machine, and what of them is sent.
+
+Weights on the CPU are in memory that processes share; those on a device can be copied to one.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import shutil
 from torch import nn
 
 from maskfx.ir.modules.callables import HOOKS
+from maskfx.ir.values import PLAIN_TENSORS
+from maskfx.runtime.hardware.offload import is_offloaded
 
 log = logging.getLogger(__name__)
 
@@ -25,22 +30,54 @@ def can_be_sent(part: object) -> bool:
     return reason is None
 
 
-def kept_by(part: object) -> str | None:
-    """Return why a component can't be sent to another process; None if it can."""
+def kept_by(part: object, copied: bool = False) -> str | None:
+    """Return why a component can't be sent to another process; None if it can.
+
+    Args:
+        part: The component.
+        copied: Whether its weights may be copied from a device to a device.
+    """
     if type(part).__module__ == "__main__":  # another module in a helper
         return "its class is defined in the script that was started; define it in a module"
     if isinstance(part, nn.Module):
-        if not on_cpu(part):
-            devices = sorted({str(tensor.device) for tensor in part.parameters()} - {"cpu"})
-            return f"its weights are on {', '.join(devices)}; only those on the CPU can be shared"
+        reason = kept_on_devices(part) if copied else kept_off_cpu(part)
+        if reason is not None:
+            return reason
         if getattr(part, "peft_config", None):
             return "it has adapters of PEFT; unload them"
-        if not fits_in_shared_memory(part):
+        if on_cpu(part) and not fits_in_shared_memory(part):
             return f"{SHARED} has no room for its weights"
     try:
         pickle.dumps(type(part))
     except Exception as error:
         return f"its class can't be pickled: {error}"
+    return None
+
+
+def kept_off_cpu(part: nn.Module) -> str | None:
+    """Return why weights aren't in memory that processes can share; None if they are."""
+    if on_cpu(part):
+        return None
+    devices = ", ".join(sorted({str(tensor.device) for tensor in part.parameters()} - {"cpu"}))
+    return f"its weights are on {devices}; only those on the CPU can be shared"
+
+
+def kept_on_devices(part: nn.Module) -> str | None:
+    """Return why weights can neither be shared nor be copied to a device; None if they can."""
+    tensors = [*part.parameters(), *part.buffers()]
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if "meta" in devices:
+        return "its weights are on meta, and have no numbers"
+    if is_offloaded(part):
+        return "its weights are offloaded, and move while it runs; let it stay on its device"
+    if on_cpu(part):
+        return None
+    if len(devices) > 1:
+        return f"its weights are on {', '.join(devices)}; move it to one device"
+    for tensor in tensors:
+        if type(tensor) not in PLAIN_TENSORS or tensor.is_quantized:
+            kind = type(tensor).__name__
+            return f"its weights are quantized ({kind}), and only plain ones are copied to a device"
     return None
 
 

@@ -4,6 +4,9 @@ One end (`TensorSender`) numbers the tensors that it sends, and reports those th
 the other (`TensorHolder`) holds them, and gives a later message the same objects, so that results
 that were computed from them are still valid. A tensor that was changed in place is sent again. The
 holder may number tensors of its own in an answer: when they are sent back, their numbers suffice.
+
+A tensor of a device is copied to the host beside the message, with all others of it, and lies on
+the device of the end that receives it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from maskfx.ir.values import PLAIN_TENSORS, octets
+from maskfx.runtime.cache.movers import in_host_memory, wait
+from maskfx.runtime.hardware.devices import CPU, moved
+from maskfx.runtime.hardware.queued_work import QueuedWork
 from maskfx.runtime.processes.channel import Part
 from maskfx.runtime.transport.tensor_transport import (
     SMALL,
@@ -31,29 +38,40 @@ from maskfx.runtime.transport.tensor_transport import (
     rebuilt,
 )
 
-KNOWN, NEW, VIEW = "known", "new", "view"
-Referral = tuple[Any, ...]  # KNOWN, NEW or VIEW, a tensor's number, and what makes it
+KNOWN, NEW, VIEW, ONCE = "known", "new", "view", "once"
+Referral = tuple[Any, ...]  # one of these, a tensor's number, None for ONCE, and what makes it
 Gone: TypeAlias = "weakref.finalize[[Hashable], Tensor]"
 
 
 class PackedMessage:
-    """A message within a message; its parts are sent without a copy."""
+    """A message within a message; its parts are sent without a copy.
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = list(parts)
+    Args:
+        parts: Its pickle and the buffers beside it.
+        copies: The bytes of tensors of a device.
+    """
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type[PackedMessage], tuple[object]]:
-        return PackedMessage, ([pickle.PickleBuffer(part) for part in self.parts],)
+    def __init__(self, parts: Sequence[Part], copies: Sequence[Part] = ()) -> None:
+        self.parts, self.copies = list(parts), list(copies)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type[PackedMessage], tuple[Any, ...]]:
+        held = ([pickle.PickleBuffer(one) for one in own] for own in (self.parts, self.copies))
+        return PackedMessage, tuple(held)
 
     @property
     def nbytes(self) -> int:
-        return sum(memoryview(part).nbytes for part in self.parts)
+        return sum(memoryview(part).nbytes for part in (*self.parts, *self.copies))
 
 
 class TensorSender:
-    """The end that numbers tensors as it sends them; holds none of them."""
+    """The end that numbers tensors as it sends them; holds none of them.
 
-    def __init__(self) -> None:
+    Args:
+        device: Where tensors of the other end's device arrive.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
         # number and version of each tensor that the other end holds
         self._numbers: MutableMapping[Tensor, tuple[Hashable, int, Gone]] = WeakIdKeyDictionary()
         self._count = itertools.count()
@@ -72,7 +90,7 @@ class TensorSender:
     def unpack(self, message: PackedMessage) -> Any:
         """Return the value of an answer; tensors that the other end has numbered count as sent."""
         self._fresh.clear()
-        return unpacked(message, self._received)
+        return unpacked(message, self._received, self._device)
 
     def dropped(self) -> list[Hashable]:
         """Return the numbers of tensors that no longer exist, or have changed, once each."""
@@ -110,17 +128,18 @@ class TensorSender:
         held = None if base is None else self._numbers.get(base)
         held = held if held is not None and held[1] == value._version else None
         if base is not None and held and base.is_contiguous() and base.dtype == value.dtype:
-            offset = value.storage_offset() - base.storage_offset()
+            # not by storage offsets: a device may place views by their addresses alone
+            offset = (value.data_ptr() - base.data_ptr()) // value.itemsize
             return VIEW, held[0], tuple(value.shape), value.stride(), offset
         number = next(self._count)
         self._note(value, number)
         self._fresh.append(value)
-        return NEW, number, *contents(value)
+        return NEW, number
 
     def _received(self, kind: str, number: Hashable, *rest: Any) -> Tensor:
         if kind != NEW:
             raise pickle.UnpicklingError(f"an answer refers to tensor {number}")
-        value = rebuilt(*rest)
+        value: Tensor = rest[0]()
         self._note(value, number)
         return value
 
@@ -135,15 +154,16 @@ class TensorHolder:
 
     Args:
         name: Part of its own numbers, other than those of earlier holders of the same sender.
+        device: Where tensors of the sender's device arrive.
     """
 
-    def __init__(self, name: Hashable = 0) -> None:
+    def __init__(self, name: Hashable = 0, device: torch.device = CPU) -> None:
         self.held: dict[Hashable, Tensor] = {}
-        self._name, self._count = name, itertools.count()
+        self._name, self._count, self._device = name, itertools.count(), device
 
     def unpack(self, message: PackedMessage) -> Any:
         """Return the value of a message, or raise Unsendable."""
-        return unpacked(message, self._received)
+        return unpacked(message, self._received, self._device)
 
     def pack(self, value: object, kept: Collection[int] = ()) -> PackedMessage:
         """Return a value as a message; hold and number the tensors whose ids are in `kept`."""
@@ -153,7 +173,7 @@ class TensorHolder:
                 return None
             number = (self._name, next(self._count))
             self.held[number] = tensor
-            return NEW, number, *contents(tensor)
+            return NEW, number
 
         return packed(value, reference)
 
@@ -164,7 +184,7 @@ class TensorHolder:
 
     def _received(self, kind: str, number: Hashable, *rest: Any) -> Tensor:
         if kind == NEW:
-            self.held[number] = rebuilt(*rest)
+            self.held[number] = rest[0]()
             return self.held[number]
         found = self.held.get(number)
         if found is None:
@@ -175,59 +195,137 @@ class TensorHolder:
         return found.as_strided(shape, stride, offset)
 
 
+class HostCopies:
+    """Copies of the tensors of one message that lie on a device."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._devices: set[torch.device] = set()
+        self._work = QueuedWork.of_thread()
+
+    def add(self, value: Tensor) -> int:
+        """Begin to copy a tensor; return the number of the copy."""
+        work = self._work
+        if work is not None and work.covers(value):
+            with work.copying(value.device):
+                self._tensors.append(in_host_memory(value.detach()))
+        else:
+            self._devices.add(value.device)
+            self._tensors.append(in_host_memory(value.detach()))
+        return len(self._tensors) - 1
+
+    def parts(self) -> list[Part]:
+        """Return the bytes of the copies when all are complete."""
+        if self._work is not None:
+            self._work.wait()
+        for device in self._devices:
+            wait(device)
+        flat: list[Any] = [octets(copy).numpy() for copy in self._tensors]
+        return [memoryview(one) for one in flat]
+
+
 Reference = Callable[[Tensor], Referral | None]
 
 
 class ReferringPickler(TensorPickler):
-    """Pickles large CPU tensors by what `reference` returns for them, if it isn't None."""
+    """Pickles tensors by what `reference` returns for them, if it isn't None.
 
-    def __init__(self, reference: Reference, stream: io.BytesIO, **options: Any) -> None:
+    Small ones of the host are pickled as they are; those of a device are added to `copies`.
+    """
+
+    def __init__(
+        self, reference: Reference, copies: HostCopies, stream: io.BytesIO, **options: Any
+    ) -> None:
         super().__init__(stream, **options)
-        self._reference = reference
+        self._reference, self._copies = reference, copies
         self._done: dict[int, tuple[Tensor, Referral | None]] = {}
 
     def persistent_id(self, value: object) -> object:
-        if type(value) is not Tensor or value.nbytes < SMALL or not is_plain(value):
+        if not isinstance(value, Tensor):
+            return None
+        away = is_away(value)
+        small = value.nbytes < SMALL or not counts_changes(value)
+        if not away and (small or type(value) is not Tensor or not is_plain(value)):
             return None
         found = self._done.get(id(value))
         if found is None:
-            found = self._done[id(value)] = value, self._reference(value)
-            return found[1]
+            referral = None if small else self._reference(value)
+            if away and referral is None:
+                referral = ONCE, None
+            if referral is not None and referral[0] in (NEW, ONCE):
+                referral = *referral, *self._contents(value)
+            self._done[id(value)] = value, referral
+            return referral
         # a second time in one message: the first one is there already
         return (KNOWN, found[1][1]) if found[1] is not None and found[1][0] == NEW else found[1]
+
+    def _contents(self, value: Tensor) -> tuple[object, ...]:
+        """Return the bytes of a tensor, or its place among the copies, with its type and shape."""
+        if not is_away(value):
+            return contents(value)
+        return self._copies.add(value), value.dtype, tuple(value.shape)
 
 
 class ReferringUnpickler(pickle.Unpickler):
     """Makes the tensors that a `ReferringPickler` referred to."""
 
-    def __init__(self, parts: Sequence[Any], received: Callable[..., Tensor]) -> None:
-        super().__init__(io.BytesIO(parts[0]), buffers=parts[1:])
-        self._received = received
+    def __init__(
+        self, message: PackedMessage, received: Callable[..., Tensor], device: torch.device
+    ) -> None:
+        super().__init__(io.BytesIO(message.parts[0]), buffers=message.parts[1:])
+        self._received, self._copies, self._device = received, message.copies, device
         self._done: dict[Hashable, Tensor] = {}
 
     def persistent_load(self, reference: Referral) -> Tensor:
-        kind, number, *_ = reference
-        if kind == KNOWN and number in self._done:
+        kind, number, *rest = reference
+        if kind == ONCE:
+            number = ONCE, rest[0]
+        if kind in (KNOWN, ONCE) and number in self._done:
             return self._done[number]
-        found = self._received(*reference)
+        if kind == ONCE:
+            self._done[number] = self._made(*rest)
+            return self._done[number]
+        if kind == NEW:
+            rest = [partial(self._made, *rest)]
+        found = self._received(kind, number, *rest)
         if kind == NEW:
             self._done[number] = found
         return found
+
+    def _made(self, held: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        if not isinstance(held, int):
+            return rebuilt(held, dtype, shape)
+        return moved(rebuilt(self._copies[held], dtype, shape), self._device)
 
 
 def is_plain(value: Tensor) -> bool:
     """Return True for a dense CPU tensor that counts its changes in place."""
     if value.device.type != "cpu" or value.layout is not torch.strided:
         return False
+    return counts_changes(value)
+
+
+def is_away(value: Tensor) -> bool:
+    """Return True for a dense tensor of numbers on a device that isn't the CPU."""
+    if value.device.type in ("cpu", "meta") or value.layout is not torch.strided:
+        return False
+    return type(value) in PLAIN_TENSORS and not value.is_quantized
+
+
+def counts_changes(value: Tensor) -> bool:
     return not value.is_inference() and not value.is_quantized
 
 
 def packed(value: object, reference: Reference) -> PackedMessage:
-    return PackedMessage(pack(value, partial(ReferringPickler, reference)))
+    copies = HostCopies()
+    parts = pack(value, partial(ReferringPickler, reference, copies))
+    return PackedMessage(parts, copies.parts())
 
 
-def unpacked(message: PackedMessage, received: Callable[..., Tensor]) -> object:
+def unpacked(
+    message: PackedMessage, received: Callable[..., Tensor], device: torch.device
+) -> object:
     try:
-        return ReferringUnpickler(message.parts, received).load()
+        return ReferringUnpickler(message, received, device).load()
     except Exception as error:
         raise Unsendable(f"it can't be unpickled: {type(error).__name__}: {error}") from error

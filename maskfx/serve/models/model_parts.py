@@ -31,6 +31,7 @@ from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.explain import amount
 from maskfx.runtime.hardware.devices import CPU, free_memory
+from maskfx.runtime.hardware.offload import device_of
 from maskfx.runtime.lora.registry import Adapters
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.templates.footprint import ENCODINGS
@@ -180,8 +181,10 @@ def own_processes_of(settings: ServeSettings, family: PipelineSet) -> OwnProcess
         settings.own_process_replicas,
         settings.own_process_bytes,
         seconds=settings.own_process_seconds,
+        devices=settings.own_process_devices,
     )
-    known = {name for m in family.members for name in pipeline_state_of(m.pipe).denoisers}
+    denoisers = [pipeline_state_of(m.pipe).denoisers for m in family.members]
+    known = {name for own in denoisers for name in own}
     parts = known | {name.split(".")[0] for name in known}
     unknown = [name for name in found.names if name not in parts]
     if unknown:
@@ -189,6 +192,9 @@ def own_processes_of(settings: ServeSettings, family: PipelineSet) -> OwnProcess
             f"own_process: the model has no denoiser {', '.join(map(repr, unknown))}; it has "
             f"{', '.join(sorted(known))}"
         )
+    for name, denoiser in [pair for own in denoisers for pair in own.items()]:
+        if found.has(name):
+            found.device(name, device_of(denoiser.module))  # refuses one that it can't have
     return found
 
 
