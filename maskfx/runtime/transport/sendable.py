@@ -6,9 +6,11 @@ import logging
 import pickle
 import shutil
 
+import torch
 from torch import nn
 
 from maskfx.ir.modules.callables import HOOKS
+from maskfx.runtime.hardware.devices import CPU
 
 log = logging.getLogger(__name__)
 
@@ -17,22 +19,27 @@ REGISTRY = "_diffusers_hook"  # the attribute with a module's hooks
 SPARE = 16 << 20  # bytes of shared memory that stay free
 
 
-def can_be_sent(part: object) -> bool:
-    """Return True if a component can be sent; otherwise the reason is logged."""
-    reason = kept_by(part)
+def can_be_sent(part: object, device: torch.device = CPU) -> bool:
+    """Return True if a component on a device can be sent; otherwise the reason is logged."""
+    reason = kept_by(part, device)
     if reason is not None:
         log.info("%s runs in this process: %s", type(part), reason)
     return reason is None
 
 
-def kept_by(part: object) -> str | None:
-    """Return why a component can't be sent to another process; None if it can."""
+def kept_by(part: object, device: torch.device = CPU) -> str | None:
+    """Return why a component can't be sent to another process; None if it can.
+
+    Args:
+        part: The component.
+        device: The device of its weights; from another one than the CPU, copies of them are sent.
+    """
     if type(part).__module__ == "__main__":  # another module in a helper
         return "its class is defined in the script that was started; define it in a module"
     if isinstance(part, nn.Module):
-        if not on_cpu(part):
-            devices = sorted({str(tensor.device) for tensor in part.parameters()} - {"cpu"})
-            return f"its weights are on {', '.join(devices)}; only those on the CPU can be shared"
+        if others := {str(tensor.device) for tensor in part.parameters()} - {str(device)}:
+            found, own = ", ".join(sorted(others)), "the CPU" if device == CPU else device
+            return f"its weights are on {found}; only those on {own} can be shared"
         if getattr(part, "peft_config", None):
             return "it has adapters of PEFT; unload them"
         if not fits_in_shared_memory(part):
@@ -47,7 +54,11 @@ def kept_by(part: object) -> str | None:
 def fits_in_shared_memory(part: nn.Module) -> bool:
     """Return True if the weights that aren't shared yet have room; writing beyond it is SIGBUS."""
     tensors = (*part.parameters(), *part.buffers())
-    wanted = sum(tensor.untyped_storage().nbytes() for tensor in tensors if not tensor.is_shared())
+    shared = (tensor for tensor in tensors if tensor.device != CPU or not tensor.is_shared())
+    wanted = sum(
+        tensor.untyped_storage().nbytes() if tensor.device == CPU else tensor.nbytes
+        for tensor in shared
+    )
     try:
         return wanted + SPARE <= shutil.disk_usage(SHARED).free
     except OSError:  # another system than Linux shares memory elsewhere
