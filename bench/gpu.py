@@ -1,9 +1,10 @@
 """Everything that a GPU decides, in one command: `python -m bench.gpu`.
 
-Checks the oracle in fp32, bf16 and fp16, checks and measures the operators that have kernels, and
-then measures denoisers of real depth and width with random weights: edits against the module as
-diffusers runs it, as one CUDA graph, and as one with compiled blocks, the host's share of a step,
-loads from host memory, FLOPs against the device's own peak, and memory.
+Checks the oracle in fp32, bf16 and fp16, and two ranks on one device (with two GPUs also over
+NCCL), checks and measures the operators that have kernels, and then measures denoisers of real
+depth and width with random weights: edits against the module as diffusers runs it, as one CUDA
+graph, and as one with compiled blocks, the host's share of a step, loads from host memory, FLOPs
+against the device's own peak, and memory.
 
 Each part is written to the result when it ends, and parts that are there for the same commit and
 device are skipped, so a run can be cut into pieces: `--seconds 420` begins no part after that time.
@@ -31,6 +32,7 @@ from torch.utils import _pytree as pytree
 import maskfx
 from bench import harness, kernels, masks, shapes
 from bench.harness import Figure, alternate, count_flops, figure, ratio
+from bench.ranks import on_devices
 from bench.shapes import Inputs, Shape
 from maskfx import EditStep, Loader, StepCache
 from maskfx.runtime.backends.cuda_graphs import CudaRecorder
@@ -417,6 +419,10 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[
                 f"oracle {name} {label}",
                 partial(oracle, shapes.choose(name, True), device, dtype),
             )
+    for backend in on_devices.links(device):
+        shape = shapes.choose("a", True)
+        given = shape, build, device, backend, options.rounds
+        yield f"ranks {backend}", partial(on_devices.check, *given)
     own = torch.float32 if options.small else torch.bfloat16
     yield "kernels", partial(operators, device, own, options.rounds, options.small)
     if options.small:

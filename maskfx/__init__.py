@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from maskfx.api import compile as compile
     from maskfx.api import explain as explain
+    from maskfx.distributed.ranks import Ranks as Ranks
     from maskfx.engine.admission.batch_policy import BatchPolicy as BatchPolicy
     from maskfx.engine.engine import Engine as Engine
     from maskfx.engine.processes.helper_processes import HelperProcesses as HelperProcesses
@@ -102,6 +103,7 @@ HOMES = {
     "OwnProcesses": "maskfx.engine.processes.services",
     "PatchReuse": "maskfx.runtime.reuse.patches",
     "Quality": "maskfx.pipelines.quality",
+    "Ranks": "maskfx.distributed.ranks",
     "RecordStep": "maskfx.runtime.steps",
     "RemoteStore": "maskfx.runtime.cache.stores.remote_store",
     "ReusePolicy": "maskfx.runtime.reuse.policy",

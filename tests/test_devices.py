@@ -274,6 +274,22 @@ def test_two_devices_in_one_process_share_nothing() -> None:
         denoiser_on(FLUX).record(**inputs)
 
 
+def test_a_program_saved_on_one_device_serves_another(tmp_path: Any) -> None:
+    """Its code is the same, and its constants and operators are on the device that reads it."""
+    if not emulated.IS_EMULATED and torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    case, found = ZOO[FLUX], []
+    for device in (DEVICE, OTHER):
+        denoiser = maskfx.compile(case.build().to(device), programs=str(tmp_path))
+        inputs = inputs_of(FLUX, case.sizes[0], 1, device)
+        output, kept = denoiser.record(**inputs)
+        step = maskfx.EditStep(inputs, mask_of(case, case.sizes[0]), kept)
+        assert_near(denoiser.edit([step])[0], output)
+        seconds = [one.seconds for one in denoiser.compilations]
+        found.append((list(denoiser.programs), seconds))
+    assert found[0] == found[1]  # of the seconds too: the second one compiled nothing
+
+
 @pytest.mark.slow
 def test_a_module_that_moves_is_captured_where_it_is_now() -> None:
     case, size = ZOO[FLUX], ZOO[FLUX].sizes[0]

@@ -44,6 +44,7 @@ EXPORTED = [
     "OwnProcesses",
     "PatchReuse",
     "Quality",
+    "Ranks",
     "RecordStep",
     "RemoteStore",
     "ReusePolicy",

@@ -38,6 +38,7 @@ from bench.shapes import Shape
 from maskfx import DenseStep
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
+from maskfx.distributed.ranks import Ranks
 from maskfx.ir.programs.head_sources import AttentionWay
 
 DEGREE = 2
@@ -111,7 +112,8 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
     denoiser = maskfx.compile(shape.build())
     inputs = shape.inputs(40)
     groups = {
-        backend: RankGroup(denoiser, DEGREE, backend=backend) for backend in ("rings", "gloo")
+        backend: RankGroup(denoiser, Ranks(DEGREE, backend=backend))
+        for backend in ("rings", "gloo")
     }
     results: dict[str, Tensor] = {}
     sent: dict[str, list[int]] = {}

@@ -24,8 +24,9 @@ from bench.harness import ROOT, alternate, figure, header, ratio, write_json
 from bench.report import columns
 from maskfx.distributed.exchanges.connect import connect
 from maskfx.distributed.exchanges.process_group import Link
-from maskfx.distributed.exchanges.ring_link import RINGS, SharedMemory
-from maskfx.distributed.exchanges.world import World
+from maskfx.distributed.exchanges.ring_link import SharedMemory
+from maskfx.distributed.exchanges.world import RINGS, World
+from maskfx.runtime.hardware.devices import CPU
 
 SIZES = 64, 1 << 14, 1 << 18, 1 << 22, 1 << 24  # bytes
 RANKS, SECONDS = 2, 60.0
@@ -57,7 +58,7 @@ def rank_of(rank: int, memory: int, folder: str, rounds: int, results: Any) -> N
         name: World(str(Path(folder) / name), rank, RANKS, name, SECONDS)
         for name in (RINGS, "gloo")
     }
-    links = {name: connect(world, memory) for name, world in worlds.items()}
+    links = {name: connect(world, memory, CPU) for name, world in worlds.items()}
     results.put(measure(links, rank, rounds))
     results.close()
     results.join_thread()

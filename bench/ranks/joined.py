@@ -29,8 +29,9 @@ from bench.shapes import Shape
 from maskfx import DenseStep, EditStep
 from maskfx.compiler.rank_twins import SplitProgram, split_program
 from maskfx.distributed.division.partition import Partition
-from maskfx.distributed.exchanges.ring_link import RINGS
+from maskfx.distributed.exchanges.world import RINGS
 from maskfx.distributed.rank_group import RankGroup
+from maskfx.distributed.ranks import Ranks
 
 SIDES = {"apart": False, "joined": True}
 HALVES = Partition(((1.0, 1.0),))
@@ -46,7 +47,7 @@ def measure(shape: Shape, rounds: int, backend: str) -> list[dict[str, Any]]:
         "dense": [DenseStep(inputs)],
         "edit": [EditStep(inputs, mask, cache)],
     }
-    group = RankGroup(denoiser, 2, backend=backend)
+    group = RankGroup(denoiser, Ranks(2, backend=backend))
     try:
         rows = [row_of(group, name, steps, rounds) for name, steps in batches.items()]
         assert group.computed_here == group.failures == 0, "a step ran in this process"

@@ -68,7 +68,7 @@ def measure(shape: Shape, share: float, speed: float, rounds: int, steps: int) -
         errors: list[float] = []
 
         def run(name: str) -> None:
-            ranks, way, group.pool.ranged, ahead = SIDES[name]
+            ranks, way, group.pool.steps.ranged, ahead = SIDES[name]
             given = (HALVES, way) if ranks == 2 else (Partition(((1.0,),)), way)
             caches: list[StepCache | None] = [opened(store) for _ in range(steps)]
             for cache, later in zip(caches, [*caches[1:], None], strict=True):

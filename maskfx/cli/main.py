@@ -120,6 +120,7 @@ def serve(
         str | None, given("Of a Ray cluster: auto, HOST:PORT, ray://HOST:PORT; else one starts.")
     ] = None,
     ranks: Annotated[int | None, given("Processes that share a worker's steps.")] = None,
+    rank_devices: Annotated[str | None, given("Of each of them, such as cuda:0,cuda:1.")] = None,
     quality: Annotated[str | None, given("fast, balanced or faithful.")] = None,
     record_at: Annotated[
         str | None, given("Templates: at first-edit, second-edit, or in idle time.")

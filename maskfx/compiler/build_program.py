@@ -6,7 +6,9 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from types import FunctionType
+from typing import Any
 
+import torch
 import xxhash
 from torch import Tensor, fx
 
@@ -89,7 +91,7 @@ def taps_of(recording: fx.GraphModule) -> list[fx.Node]:
 
 
 def digest(module: fx.GraphModule, interface: Interface) -> str:
-    """Return a hash of what the program computes, independent of node names.
+    """Return a hash of what the program computes, independent of node names and device numbers.
 
     Other captures of the same computation have the same hash.
     """
@@ -98,6 +100,13 @@ def digest(module: fx.GraphModule, interface: Interface) -> str:
     origins = {item.name: item.origin for item in interface.derived}
     taps = {name: i for i, name in enumerate(interface.taps)}
     pyramid = interface.pyramid
+    devices: dict[torch.device, torch.device] = {}
+
+    def named(value: Any) -> Any:
+        if isinstance(value, torch.device) and value.type != "cpu":
+            return devices.setdefault(value, torch.device(value.type, len(devices)))
+        return f"%{number[value]}" if isinstance(value, fx.Node) else value
+
     lines = [repr(pyramid.levels), repr(sorted(pyramid.cuts.places.items())), repr(pyramid.frames)]
     lines += [repr(interface.outputs), *autocast_dtypes()]
     for tap in interface.taps.values():
@@ -109,7 +118,7 @@ def digest(module: fx.GraphModule, interface: Interface) -> str:
                 source = dataclasses.replace(source, tap=str(taps[source.tap]))
             lines.append(repr(source))
             continue
-        args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")
+        args = fx.node.map_aggregate((node.args, dict(node.kwargs)), named)
         target = node.target
         if isinstance(target, FunctionType):  # its repr has an address
             target = f"{target.__module__}.{target.__qualname__}"

@@ -24,10 +24,10 @@ from maskfx.ir.programs.source_sizes import (
     LoadedRows,
     PairEntries,
     PerRequest,
-    Ranks,
     RestRows,
     Rows,
     Size,
+    UpdateRanks,
     sizes_of,
 )
 
@@ -102,7 +102,7 @@ def example_size(index: int, size: Size) -> int:
             return 1000 + 7 * index
         case PerRequest(times):
             return REQUESTS * times
-        case Ranks():
+        case UpdateRanks():
             return REQUESTS
     return size
 

@@ -7,115 +7,34 @@ Disjoint sets of ranks may be asked at the same time, from several threads. Whil
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
-import pickle
 import secrets
 import select
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing  # noqa: F401  registers how weights are shared
+import torch
 
 from maskfx.distributed.division.links import LinkCosts
 from maskfx.distributed.division.measure import slowest
-from maskfx.distributed.exchanges.ring_link import RINGS, SharedMemory, rings_serve
-from maskfx.distributed.exchanges.world import World
-from maskfx.distributed.heartbeat import (
-    LOOK,
-    STOPPED,
-    HeartbeatReader,
-    HeartbeatWatch,
-    Waits,
-    hung,
-    process_state,
-)
-from maskfx.distributed.messages import PartRequest, RankRequest, SentRolling
+from maskfx.distributed.exchanges.ring_link import SharedMemory, rings_serve
+from maskfx.distributed.exchanges.world import GLOO, RINGS, World
+from maskfx.distributed.heartbeat import LOOK, Waits, hung
+from maskfx.distributed.messages import RankRequest
+from maskfx.distributed.rank_child import RankProcess
+from maskfx.distributed.ranks import RankPlaces
 from maskfx.distributed.restarts import Restarts
-from maskfx.runtime.cache.rolling.shared_block import SharedBuffers
-from maskfx.runtime.lora.sent import HeldAdapters
-from maskfx.runtime.processes.child_process import ChildProcess
-from maskfx.runtime.steps import EditStep, sent_layers
-from maskfx.runtime.transport.sendable import bare
-from maskfx.runtime.transport.sent_cache import SentCache
-from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack, unpack
+from maskfx.runtime.transport.device_transport import Copies
+from maskfx.runtime.transport.tensor_transport import Unsendable
 
 log = logging.getLogger(__name__)
 
 
 class RankFailure(Exception):
     """A rank died, didn't answer in time, or couldn't exchange rows with another."""
-
-
-class RankProcess:
-    """One rank, as its group knows it."""
-
-    def __init__(self, seconds: float, adapter_bytes: int) -> None:
-        environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
-        self.child = ChildProcess(
-            "maskfx.distributed.rank_process", environment=environment, seconds=seconds, most=BYTES
-        )
-        self.known: set[int] = set()  # recordings that it holds
-        self.adapters = HeldAdapters(adapter_bytes)
-        self.written: tuple[object, ...] = ()  # the adapters in its weights
-        self.blocks: set[int] = set()  # blocks of rolling rows that it has mapped
-        self.runs: set[int] = set()  # requests of which it holds rows of other ranks
-        self.failed = False  # it ended, or is to be ended
-        self.version = 0  # of the saved programs that it has read
-        self.started = False  # it runs, and reads what it is sent
-        self.child.channel.send(bytes(multiprocessing.current_process().authkey))
-        self.heartbeat = HeartbeatReader(self.child.channel.send_file)
-        self.send("hello")
-
-    def send(self, *question: object, file: int | None = None) -> None:
-        """Send a question, and an open file after it."""
-        self.child.channel.send(*pack(question))
-        if file is not None:
-            self.child.channel.send_file(file)
-
-    def send_block(self, buffers: SharedBuffers, descriptor: int) -> None:
-        """Let the process map the buffers of a block; it answers nothing."""
-        self.send("block", buffers, file=descriptor)
-        self.blocks.add(buffers.number)
-
-    def receive(self) -> tuple[object, Exception | None]:
-        found: tuple[object, Exception | None] = unpack(self.child.channel.receive())
-        return found
-
-    def watch(self, now: float) -> HeartbeatWatch:
-        return HeartbeatWatch(self.heartbeat, now, lambda: process_state(self.child.pid))
-
-    def stopped(self, seconds: float) -> bool:
-        """Return True if the process is stopped, and still is after some seconds."""
-        until = time.monotonic() + seconds
-        while process_state(self.child.pid) == STOPPED:
-            if time.monotonic() >= until:
-                return seconds > 0
-            time.sleep(LOOK)
-        return False
-
-    def note(self, request: RankRequest) -> None:
-        """Remember which recordings a request has brought."""
-        self.known.difference_update(request.dropped.recordings)
-        if not request.written:
-            self.written = ()
-        if isinstance(request, PartRequest):
-            self.runs.difference_update(request.ended)
-            self.runs.update(one.run for one in request.late if one is not None)
-        self.blocks.difference_update(request.dropped.blocks)
-        self.adapters.note(sent_layers(request.steps), request.dropped.adapters)
-        for step in request.steps:
-            if isinstance(step, EditStep):
-                cache: object = step.cache
-                assert isinstance(cache, SentCache | SentRolling)
-                self.known.add(cache.number)
-                later: object = step.then
-                if isinstance(later, SentCache):
-                    self.known.add(later.number)
 
 
 class RankProcesses:
@@ -125,8 +44,7 @@ class RankProcesses:
 
     Args:
         held: The module, its settings and roles, and the number of threads.
-        count: The number of processes.
-        backend: What they exchange with; see `RankGroup`.
+        places: The device of each process, and what they exchange with.
         waits: Time limits.
         folder: Where the processes find each other.
         restarts: Limits how many processes are started in place of failed ones.
@@ -138,34 +56,41 @@ class RankProcesses:
     def __init__(
         self,
         held: tuple[object, ...],
-        count: int,
-        backend: str,
+        places: RankPlaces,
         waits: Waits,
         folder: str,
         restarts: Restarts,
         adapter_bytes: int,
     ) -> None:
-        self.held, self.count, self.adapter_bytes = held, count, adapter_bytes
-        if backend == RINGS and not rings_serve(count):
+        self.held, self.places, self.adapter_bytes = held, places, adapter_bytes
+        self.count = count = len(places.devices)
+        self.backend, self.waits, self.folder = places.backend, waits, folder
+        if self.backend == RINGS and not rings_serve(count):
             log.info("ranks exchange with gloo: shared memory needs Linux and a C compiler")
-            backend = "gloo"
-        self.backend, self.waits, self.folder = backend, waits, folder
+            self.backend = GLOO
         self._memory: SharedMemory | None = None  # through which ranks exchange
+        self._worlds: list[World] = []  # as the ranks of the group see it
         self.all: list[RankProcess] = []
         self.apart = True  # whether the world group has to be formed before ranks compute
         self._starting: list[RankProcess] = []
         self._ready: list[RankProcess] = []  # started, and not in the world group yet
         self._restarts = restarts
         try:
-            for _ in range(count):
-                self.all.append(RankProcess(waits.start, adapter_bytes))
+            for device in places.devices:
+                self.all.append(self._new(device))
             self._answers(dict.fromkeys(range(count)), waits.start)  # of "hello"
-            self._each({n: ("module", packed(held)) for n in range(count)}, waits.start)
+            copies: Copies = {}
+            modules = {n: ("module", p.packed(held, copies)) for n, p in enumerate(self.all)}
+            copies.clear()  # what was packed holds them until the ranks have them
+            self._each(modules, waits.start)
             self._join()
             self.costs = self._measured()
         except BaseException:
             self.stop()
             raise
+
+    def _new(self, device: torch.device) -> RankProcess:
+        return RankProcess(self.waits.start, self.adapter_bytes, self.places.own, device)
 
     @property
     def alive(self) -> list[int]:
@@ -223,7 +148,7 @@ class RankProcesses:
         """
         while self._coming() < self.count and self._restarts.can_add():
             self._restarts.add()
-            self._starting.append(RankProcess(self.waits.start, self.adapter_bytes))
+            self._starting.append(self._new(self._free_device()))
         channels = {p.child.channel.fileno(): n for n, p in enumerate(self._starting)}
         ready = [self._starting[n] for n in poll(channels, time.monotonic())] if channels else []
         for process in ready:
@@ -232,7 +157,7 @@ class RankProcesses:
                 _, wrong = process.receive()
                 if wrong is None and not process.started:
                     process.started = True
-                    process.send("module", packed(self.held))
+                    process.send("module", process.packed(self.held, {}))
                     continue
             except (EOFError, OSError) as failed:
                 wrong = failed
@@ -243,6 +168,12 @@ class RankProcesses:
             else:
                 log.warning("a rank can't start: %s", wrong)
                 process.child.end()
+
+    def _free_device(self) -> torch.device:
+        """Return a device that has fewer ranks than it should have."""
+        here = [*(self.all[number] for number in self.alive), *self._ready, *self._starting]
+        free = Counter(self.places.devices) - Counter(process.device for process in here)
+        return next(iter(free))
 
     def _coming(self) -> int:
         return self.size + len(self._starting)
@@ -259,6 +190,7 @@ class RankProcesses:
         store = str(Path(self.folder) / f"world-{secrets.token_hex(8)}")
         count = len(self.all)
         worlds = [World(store, n, count, self.backend, self.waits.exchange) for n in range(count)]
+        self._worlds = worlds
         # a rank waits for the others here, which its heartbeats don't show
         limits = replace(self.waits, stall=self.waits.start)
         questions = {n: ("world", world) for n, world in enumerate(worlds)}
@@ -369,6 +301,8 @@ class RankProcesses:
             self.all[number].failed = True
             if self._memory is not None:
                 self._memory.leave(number)
+            elif self._worlds:
+                self._worlds[number].leave(number)
             self.all[number].child.end()
 
     def kill(self) -> None:
@@ -380,14 +314,6 @@ class RankProcesses:
         for processes in (self.all, self._ready, self._starting):
             while processes:
                 processes.pop().child.end()
-
-
-def packed(held: tuple[object, ...]) -> bytes:
-    """Return the module and what belongs to it, once for each process: handles serve one."""
-    try:
-        return bytes(ForkingPickler.dumps((bare(held[0], hooks=False), *held[1:])))
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise Unsendable(f"{type(held[0]).__name__}: {error}") from error
 
 
 def poll(places: Mapping[int, int], until: float) -> list[int]:

@@ -1,11 +1,11 @@
 """RankGroup: computes the steps of one denoiser in several processes, its ranks.
 
-The ranks hold the denoiser over weights in shared memory, recordings and adapters, and read rows
-that steps replace where this process writes them. A step may run on any of them, in any number, and
-steps on disjoint sets of ranks run at the same time. If a rank dies or doesn't answer, the step
-runs again on the others; if none is left or a step can't be split, it runs in this process. CPU
-only: no rank has a device of its own, so denoisers on other devices are refused; so are those that
-Inductor compiles, because ranks run operator by operator.
+The ranks hold the denoiser, over weights in shared memory or with a copy on a device, recordings
+and adapters, and read rows that steps replace where this process writes them. A step may run on any
+of them, in any number, and steps on disjoint sets of ranks run at the same time. If a rank dies or
+doesn't answer, the step runs again on the others; if none is left or a step can't be split, it runs
+in this process. Denoisers that Inductor compiles are refused, because ranks run operator by
+operator.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from maskfx.distributed.batch import RankBatch
 from maskfx.distributed.divider import Divider
 from maskfx.distributed.division.links import LinkCosts
 from maskfx.distributed.division.partition import Partition
-from maskfx.distributed.exchanges.ring_link import RINGS
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.late_runs import Division, LateRuns, Members, cut_evenly
 from maskfx.distributed.messages import PartRequest, PartResult, WholeResult
 from maskfx.distributed.processes import RankFailure, RankProcesses
 from maskfx.distributed.rank_pool import Lease, NoRanks, RankPool
 from maskfx.distributed.rank_step import RankPrograms, joined
+from maskfx.distributed.ranks import Ranks
 from maskfx.distributed.ranks_in_place import NotWritten, RanksInPlace
 from maskfx.distributed.requests import part_requests
 from maskfx.distributed.restarts import Restarts
@@ -56,11 +56,10 @@ class RankGroup:
     """Computes batches on ranks; pass it to `CompiledDenoiser.step` as `split`.
 
     Args:
-        denoiser: The denoiser; its weights are moved to memory that the ranks share.
-        ranks: The number of processes, which start at the first step.
+        denoiser: The denoiser; weights on a CPU are moved to memory that the ranks share.
+        ranks: The number of processes, which start at the first step; `Ranks` also has their
+            devices and what they exchange with.
         threads: The number of threads of each.
-        backend: What ranks exchange with: "rings" in memory that they share, or "gloo" of
-            torch.distributed, which serves where there is no C compiler.
         waits: The time that a step, an exchange and a start may take.
         costs: What exchanges and loads cost; by default the ranks measure it when they start.
         late_bytes: The bytes of others' rows that each rank may hold between the steps of requests
@@ -75,23 +74,21 @@ class RankGroup:
     def __init__(
         self,
         denoiser: CompiledDenoiser,
-        ranks: int = 2,
+        ranks: int | Ranks = 2,
         threads: int = 1,
-        backend: str = RINGS,
         waits: Waits | None = None,
         costs: LinkCosts | None = None,
         late_bytes: int = LATE_BYTES,
         restarts: Restarts | None = None,
         adapter_bytes: int = ADAPTER_BYTES,
     ) -> None:
-        if type(ranks) is not int or ranks < 1:
-            raise InputError(f"RankGroup: ranks={ranks!r}: give 1 process or more")
+        ranks = Ranks.of(ranks)
         if (why := why_unsupported(denoiser)) is not None:
             raise InputError(f"RankGroup: {type(denoiser.module).__name__} {why}")
         self.denoiser, self.given_costs = denoiser, costs
         denoiser.reads_apart = True
         waits, restarts = waits or Waits(), restarts or Restarts()
-        self.pool = RankPool(denoiser, ranks, threads, backend, waits, restarts, adapter_bytes)
+        self.pool = RankPool(denoiser, ranks, threads, waits, restarts, adapter_bytes)
         self.failures = 0  # steps that ran again because a rank failed
         self.computed_here = 0  # batches computed in this process instead
         self.last: list[PartResult | WholeResult | None] = []  # by rank, of the last batch

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -24,8 +23,7 @@ from maskfx.distributed.division.measure import measure_links
 from maskfx.distributed.exchanges.connect import connect
 from maskfx.distributed.exchanges.late_group import HeldRows, LateGroup
 from maskfx.distributed.exchanges.process_group import Link, ProcessGroup
-from maskfx.distributed.exchanges.ring_link import RINGS
-from maskfx.distributed.exchanges.world import World
+from maskfx.distributed.exchanges.world import RINGS, World
 from maskfx.distributed.heartbeat import HeartbeatWriter
 from maskfx.distributed.messages import (
     PartRequest,
@@ -41,21 +39,24 @@ from maskfx.distributed.rank_step import RankPrograms
 from maskfx.distributed.read_ahead import ReadBatch
 from maskfx.ir.many_objects import many_objects
 from maskfx.ir.programs.program import Program
-from maskfx.runtime.batch.layout import Layout
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.cache.movers import wait
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, RowBlock
 from maskfx.runtime.cache.rolling.shared_block import MappedBuffers, SharedBuffers
 from maskfx.runtime.cache.step_cache import StepCache, has_unread
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.hardware.devices import CPU, moved
 from maskfx.runtime.hardware.freed_memory import keep_freed_memory
 from maskfx.runtime.lora.adapter import Layers
 from maskfx.runtime.lora.sent import received_layers
 from maskfx.runtime.processes.channel import Channel, connect_to_parent
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep
+from maskfx.runtime.transport.device_transport import pack_from, unpack_module, unpack_on
 from maskfx.runtime.transport.sent_cache import SentCache, received
 from maskfx.runtime.transport.shared_tensors import PackedMessage
 from maskfx.runtime.transport.shared_value import received_value
-from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack, unpack
+from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack
 
 
 @dataclass
@@ -67,6 +68,7 @@ class RankState:
     """
 
     heartbeat: HeartbeatWriter
+    device: torch.device = CPU
     denoiser: CompiledDenoiser | None = None
     programs: RankPrograms | None = None
     world: World | None = None
@@ -83,10 +85,11 @@ class RankState:
             self.settle()
         match what:
             case "hello":
+                self.begin(torch.device(rest[0]))
                 return None
             case "module":
                 with many_objects():  # of the libraries that it is the first to need
-                    given = pickle.loads(rest[0])
+                    given = unpack_module(self.device, rest[0])
                 self.take(*given)
                 return None
             case "world":
@@ -105,6 +108,12 @@ class RankState:
                 return self.held.nbytes
         raise AssertionError(what)
 
+    def begin(self, device: torch.device) -> None:
+        """Compute on a device from now on."""
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
     def take(
         self,
         module: torch.nn.Module,
@@ -115,13 +124,13 @@ class RankState:
         torch.set_num_threads(threads)
         self.denoiser = CompiledDenoiser(module, settings, roles)
         self.programs = RankPrograms(settings)
-        self.denoiser.in_place.private = True
+        self.denoiser.in_place.private = self.device == CPU  # elsewhere it has its own weights
         self.denoiser.in_place.followers.append(self.programs.follow_weights)
 
     def join(self, world: World, memory: int | None = None) -> None:
         """Leave the group that there is, and join another one."""
         self.leave()
-        self.link, self.world = connect(world, memory), world
+        self.link, self.world = connect(world, memory, self.device), world
 
     def leave(self) -> None:
         """Close the connections to other ranks; those that wait for this one fail at once."""
@@ -133,8 +142,10 @@ class RankState:
     def measure(self) -> LinkCosts:
         """Measure exchanges with all other ranks."""
         assert self.world is not None
-        ranks = range(self.world.ranks)
-        return measure_links(self._group(ranks, self._number), self.world.ranks)
+        count = self.world.ranks
+        group = self._group(range(count), self._number)
+        assert self.link is not None
+        return measure_links(group, count, self.device, self.link.finish)
 
     def _group(self, ranks: Sequence[int], place: int) -> ProcessGroup:
         if self.link is None:
@@ -155,7 +166,7 @@ class RankState:
             raise RuntimeError(f"this rank has the programs {codes}, not {request.code}")
         ((program, frame, members),) = batches
         group = self._group(request.ranks, request.place)
-        self.late = self._late_group(request, program, frame.layout, group)
+        self.late = self._late_group(request, program, frame, group)
         part = self.programs.run(
             program,
             request.recording,
@@ -167,16 +178,23 @@ class RankState:
             request.joined,
             later(steps),
         )
-        if request.emits is not None:
+        self._await_device()
+        if request.emits is not None:  # rows that lie in host memory
             wanted = request.emits
-            emitted = tuple(v if n in wanted else None for n, v in enumerate(part.emitted))
-            part = replace(part, emitted=emitted)
+            emitted = (v if n in wanted else None for n, v in enumerate(part.emitted))
+            part = replace(part, emitted=tuple(v if v is None else moved(v, CPU) for v in emitted))
         kept = () if self.late is None else self.late.kept()
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         return PartResult(part, group.sent, seconds, kept, cpu)
 
+    def _await_device(self) -> None:
+        """Wait until the device has computed what is queued; TimeoutError if an exchange fails."""
+        if self.link is not None:
+            self.link.finish()
+        wait(self.device)
+
     def _late_group(
-        self, request: PartRequest, program: Program, layout: Layout, group: ProcessGroup
+        self, request: PartRequest, program: Program, frame: Frame, group: ProcessGroup
     ) -> LateGroup | None:
         """Return the group of a step with members that are late; None without any."""
         self.held.limit = request.late_bytes
@@ -188,7 +206,7 @@ class RankState:
             return None
         assert self.programs is not None
         origins = self.programs.origins(
-            program, request.recording, layout, request.partition, request.place
+            program, request.recording, frame, request.partition, request.place
         )
         return LateGroup(group, request.late, origins, self.held)
 
@@ -210,6 +228,7 @@ class RankState:
             steps = self._steps(request)
             self._read_ahead(steps)
             results = compute_steps(self.denoiser, steps)
+            self._await_device()
         return WholeResult(results, time.perf_counter() - start, time.process_time() - cpu)
 
     def _read_ahead(self, steps: Sequence[AnyStep]) -> None:
@@ -285,7 +304,7 @@ class RankState:
         """Hold a recording whose rows lie in a memory file; if that fails, steps with it do."""
         try:
             with suppress(Unsendable):
-                self.caches[number] = received_value(sent.parts, nbytes, file)
+                self.caches[number] = received_value(sent.parts, nbytes, file, self.device)
         finally:
             os.close(file)
 
@@ -313,7 +332,7 @@ def serve(channel: Channel, heartbeat: HeartbeatWriter) -> None:
         message, what = channel.receive(), ""
         answered: tuple[object, Exception | None]
         try:
-            what, *rest = unpack(message)
+            what, *rest = unpack_on(rank.device, message)
             if what == "recording":
                 rank.map_recording(rest[0], rest[1], rest[2], channel.receive_file())
                 continue
@@ -332,7 +351,7 @@ def serve(channel: Channel, heartbeat: HeartbeatWriter) -> None:
         if isinstance(answered[1], TimeoutError) or (answered[1] and what == "part"):
             rank.leave()
         try:
-            channel.send(*pack(answered))
+            channel.send(*pack_from(rank.device, answered))
         except Unsendable as error:
             channel.send(*pack((None, error)))
 

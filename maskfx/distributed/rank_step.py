@@ -124,15 +124,17 @@ class RankPrograms:
             packed.follow(origin)
 
     def origins(
-        self, program: Program, recording: bool, whole: Layout, partition: Partition, rank: int
+        self, program: Program, recording: bool, frame: Frame, partition: Partition, rank: int
     ) -> ExchangeOrigins:
         """Return which member each row that a rank receives belongs to."""
         split = self.split(program, joined=False)
         assert isinstance(split, SplitProgram), split
+        whole, device = frame.layout, frame.device
         layout = self.layout(whole, partition, rank)
+        sent = split.recorded if recording else split.exchanges
         return self.received.find(
-            (program.code, recording, whole.sites, whole.batches, partition, rank),
-            lambda: ExchangeOrigins(layout, split.recorded if recording else split.exchanges),
+            (program.code, recording, whole.sites, whole.batches, partition, rank, device),
+            lambda: ExchangeOrigins(layout, sent, device),
         )
 
     @torch.no_grad()

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from maskfx.distributed.messages import WriteResult
-from maskfx.distributed.rank_pool import Lease, RankPool, adapters_of
+from maskfx.distributed.rank_pool import Lease, RankPool
 from maskfx.distributed.requests import write_requests
+from maskfx.distributed.sent_steps import adapters_of
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.in_place import work_of
 from maskfx.runtime.lora.adapter import Updates

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from maskfx.distributed.messages import PartRequest, WholeRequest, WriteRequest
-from maskfx.distributed.processes import RankProcess
+from maskfx.distributed.rank_child import RankProcess
 from maskfx.distributed.rank_pool import Lease, RankPool
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.steps import AnyStep, DenseStep
@@ -34,7 +34,7 @@ def part_requests(
         shares = [part.partition.has_part(m, place) for m in range(len(steps))]
         if any(shares):
             process = lease.processes.all[number]
-            own, gone, reload = pool.sent(process, steps, shares)
+            own, gone, reload = pool.steps.sent(process, steps, shares)
             ended = tuple(process.runs.difference(alive))
             requests[number] = replace(
                 part, steps=own, place=place, ended=ended, dropped=gone, reload=reload
@@ -48,7 +48,7 @@ def whole_requests(
     """Return what each rank is asked for that computes steps alone; `steps` are those of each."""
     pool.save_programs()
     sent = {
-        number: pool.sent(lease.processes.all[number], own, [True] * len(own))
+        number: pool.steps.sent(lease.processes.all[number], own, [True] * len(own))
         for number, own in steps.items()
     }
     return {number: WholeRequest(*own, written) for number, own in sent.items()}
@@ -59,4 +59,4 @@ def write_requests(
 ) -> dict[int, WriteRequest]:
     """Return what ranks are asked for that write adapters into their weights."""
     step = DenseStep({}, updates)
-    return {n: WriteRequest(*pool.sent(one, [step], [True])) for n, one in processes.items()}
+    return {n: WriteRequest(*pool.steps.sent(one, [step], [True])) for n, one in processes.items()}

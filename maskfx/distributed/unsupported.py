@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.hardware.devices import CPU
+from maskfx.runtime.hardware.offload import device_of
 
 
 def why_unsupported(denoiser: CompiledDenoiser) -> str | None:
@@ -17,10 +21,22 @@ def why_unsupported(denoiser: CompiledDenoiser) -> str | None:
             "is compiled by Inductor, and ranks run operator by operator: compile without "
             "inductor=True, or leave ranks out"
         )
-    devices = {weight.device for weight in denoiser.module.parameters()}
-    if other := sorted(str(device) for device in devices if device.type not in ("cpu", "meta")):
+    devices = {weight.device for weight in denoiser.module.parameters() if not weight.is_meta}
+    if len(devices) > 1:
         return (
-            f"is on {', '.join(other)}, and ranks compute on the CPU: move it there, or leave "
-            "ranks out"
+            f"has weights on {', '.join(sorted(map(str, devices)))}, and a rank computes on one "
+            "device: move them to one, or leave ranks out"
+        )
+    there = device_of(denoiser.module)
+    if there.type != own_device(denoiser).type:
+        return (
+            f"is offloaded: its weights are moved to {there} for a step, and ranks hold theirs "
+            "where they compute; move it there without offloading, or leave ranks out"
         )
     return None
+
+
+def own_device(denoiser: CompiledDenoiser) -> torch.device:
+    """Return the device that a denoiser's weights lie on."""
+    weights = denoiser.module.parameters()
+    return next((weight.device for weight in weights if not weight.is_meta), CPU)

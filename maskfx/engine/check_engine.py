@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from maskfx.distributed.ranks import Ranks
 from maskfx.engine.admission.batch_policy import BatchPolicy
 from maskfx.errors import InputError
 from maskfx.ir.argument_checks import (
@@ -26,8 +27,12 @@ def check_engine(
     told: object,
 ) -> None:
     """Raise InputError for an argument of another type, out of range, or without its partner."""
-    for name, value in (("running", running), ("queue", queue), ("ranks", ranks)):
+    for name, value in (("running", running), ("queue", queue)):
         check_whole("Engine", name, value, 1)
+    if not isinstance(ranks, Ranks):
+        check_whole("Engine", "ranks", ranks, 1)
+    elif ranks.count == 1:
+        raise InputError(f"Engine: ranks={ranks}: give 2 or more ranks, or leave ranks out")
     check_whole("Engine", "remember", remember, 0)
     check_number("Engine", "rank_timeout", rank_timeout, "seconds", above=True)
     check_type("Engine", "waiting", waiting, BatchPolicy, "a BatchPolicy, or None", or_none=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from math import inf
 from typing import TypeVar
 
+from maskfx.distributed.ranks import Ranks
 from maskfx.engine.admission.admission import Admission
 from maskfx.engine.admission.batch_policy import BatchPolicy, WaitingRequest
 from maskfx.engine.admission.default_admission import Default
@@ -70,7 +71,7 @@ class Engine:
             The main denoiser waits for their results where it reads them. `OwnProcesses` sets the
             number of processes, their bytes and deadlines.
         ranks: number of processes over which the steps of each other denoiser are split; they
-            start at its first step. Only for denoisers on a CPU; see `maskfx.distributed`.
+            start at its first step. `Ranks` also has the device of each; see `maskfx.distributed`.
         rank_timeout: seconds without progress after which a rank is replaced, and its step runs
             again on the others. No more than 8 processes are started in an hour to replace ranks.
         rounds: decides which requests step on which of these ranks; groups of requests on disjoint
@@ -92,7 +93,7 @@ class Engine:
         outside: Placement | None = None,
         remember: int = REMEMBER,
         own_process: Collection[str] | OwnProcesses = (),
-        ranks: int = 1,
+        ranks: int | Ranks = 1,
         rank_timeout: float = 1.0,
         rounds: RoundPolicy | None = None,
         admission: AdmissionPolicy | Default | None = "default",
@@ -104,7 +105,8 @@ class Engine:
         slots = min(running, self.waiting.batch)
         self.admission = step_admission(admission, slots, rounds is not None)
         self._outside = outside or InRequestThreads()
-        self.runner = StepRunner(OwnProcesses.of(own_process), ranks, told, rank_timeout)
+        split = OwnProcesses.of(own_process), Ranks.of(ranks)
+        self.runner = StepRunner(*split, told, rank_timeout)
         self._changed = threading.Condition()
         self._requests = Admission(running, queue, self._changed)
         self.idle = IdleRecordings(recordings, self._requests, self._changed)

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.rank_group import RankGroup
+from maskfx.distributed.ranks import Ranks
 from maskfx.engine.processes.services import NetServices, OwnProcesses
 from maskfx.engine.ticket import AnsweredStep, MemberWork, ParkedCalls, TicketState, tell
 from maskfx.pipelines.runs.execute import Executors, StepThreads, execute
@@ -53,7 +54,7 @@ class StepRunner:
 
     Args:
         own_process: Which denoisers have processes of their own.
-        ranks: Number of processes over which the steps of the others are split; 1 for none.
+        ranks: Processes over which the steps of the others are split; 1 for none.
         `told`: Callback after each step.
         rank_timeout: Seconds without progress after which a rank is replaced.
     """
@@ -61,13 +62,13 @@ class StepRunner:
     def __init__(
         self,
         own_process: OwnProcesses,
-        ranks: int,
+        ranks: Ranks,
         told: Callable[[Step], None] | None,
         rank_timeout: float = 1.0,
     ) -> None:
         self.steps: deque[Step] = deque(maxlen=4096)
         self.services = NetServices(own_process)
-        self.ranks = ranks
+        self.ranks, self._ranks = ranks.count, ranks
         self._waits = Waits(silence=rank_timeout, stall=rank_timeout)
         self._told = told
         self._threads = StepThreads()
@@ -84,7 +85,7 @@ class StepRunner:
                 known = denoiser.module in self._groups or self.services.has(denoiser)
                 if self.ranks > 1 and not known:
                     self._groups[denoiser.module] = RankGroup(
-                        denoiser, self.ranks, waits=self._waits
+                        denoiser, self._ranks, waits=self._waits
                     )
 
     def release(self, holder: object) -> None:

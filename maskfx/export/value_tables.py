@@ -53,10 +53,10 @@ from maskfx.ir.programs.source_sizes import (
     LoadedRows,
     PairEntries,
     PerRequest,
-    Ranks,
     RestRows,
     Rows,
     Size,
+    UpdateRanks,
     lane_sizes,
     sizes_of,
 )
@@ -297,7 +297,7 @@ class ValueTables:
                 return self.dimension(f"lines_{axis}_{slug(segments)}", kind="lines", **what)
             case KeptRows():
                 raise AssertionError("no format has operators for such a program yet")
-            case Ranks():
+            case UpdateRanks():
                 raise AssertionError("a twin for adapters isn't exported")
 
     def full_dims(self, lane: Lane) -> list[int | str]:

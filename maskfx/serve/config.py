@@ -119,6 +119,9 @@ class ServeSettings(BaseModel):
     workers: int = Field(1, ge=1)
     executor: Literal["processes", "ray"] = "processes"  # what starts the workers
     ranks: int = Field(1, ge=1, le=8)  # processes of a worker that its requests' steps share
+    rank_devices: Names = ()  # of each rank, such as cuda:0; empty: the worker's, then the others
+    # what ranks exchange with; None: nccl between CUDA devices, else rings
+    rank_backend: Literal["rings", "gloo", "nccl"] | None = None
     rank_timeout: float = Field(1.0, gt=0)  # seconds without progress after which one is replaced
     max_num_seqs: int = Field(8, ge=1)  # concurrent requests per worker
     queue: int = Field(256, ge=1)  # waiting requests, at most

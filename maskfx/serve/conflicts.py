@@ -21,13 +21,13 @@ def conflicts(settings: ServeSettings) -> Iterator[str]:
             f"ranks={settings.ranks}",
             {
                 "model=fake": settings.fake and "the test model has no steps to share",
-                device: not on_cpu(settings) and "ranks compute on the CPU",
                 "overlap=on": settings.overlap == "on" and loads,
                 "plans=on": settings.plans == "on" and loads,
                 "link_bandwidth": settings.link_bandwidth is not None and loads,
                 "inductor=true": settings.inductor and "ranks run operator by operator",
             },
         )
+    yield from rank_conflicts(settings)
     if settings.prepack:
         yield from refusals(
             "prepack=true",
@@ -43,6 +43,20 @@ def conflicts(settings: ServeSettings) -> Iterator[str]:
         yield (
             f"keep={settings.keep}: rows are not loaded by plans, so templates keep keys and "
             "values; set plans=on or a cache_dir, or leave keep out"
+        )
+
+
+def rank_conflicts(settings: ServeSettings) -> Iterator[str]:
+    """Yield the conflicts of the settings that ranks have."""
+    ranks, named = settings.ranks, settings.rank_devices
+    if ranks == 1:
+        for name in ("rank_devices", "rank_backend"):
+            if getattr(settings, name):
+                yield f"{name} without ranks: it is of ranks=2 or more; set ranks or leave it out"
+    elif named and len(named) != ranks:
+        yield (
+            f"ranks={ranks} with {len(named)} rank_devices: name one for each rank, where several "
+            "may be the same, or leave rank_devices out"
         )
 
 

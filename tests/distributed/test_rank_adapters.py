@@ -14,7 +14,7 @@ import maskfx
 from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.messages import Unneeded, WholeRequest
-from maskfx.distributed.processes import RankProcess
+from maskfx.distributed.rank_child import RankProcess
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.distributed.rank_process import RankState
 from maskfx.ir.programs.head_sources import WAYS, AttentionWay

@@ -23,7 +23,7 @@ def rank_of(denoiser: Any) -> RankState:
     """A rank without others, over a denoiser of this process."""
     rank = RankState(cast(Any, SimpleNamespace(waiting=unnoted)))
     rank.denoiser, rank.programs = denoiser, RankPrograms(denoiser.settings)
-    rank.link = cast(Any, object())  # nothing is exchanged
+    rank.link = cast(Any, SimpleNamespace(finish=lambda: None))  # nothing is exchanged
     return rank
 
 

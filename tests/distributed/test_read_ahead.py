@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from maskfx import CompiledDenoiser, EditStep
-from maskfx.distributed import rank_pool
+from maskfx.distributed import sent_steps
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.distributed.samples import StepSamples
@@ -86,7 +86,7 @@ def test_the_next_step_reads_nothing(
     tmp_path: Path,
 ) -> None:
     """Its file is removed before it runs: its rows are in the ranks' memory."""
-    monkeypatch.setattr(rank_pool, "MAPPED", 0)
+    monkeypatch.setattr(sent_steps, "MAPPED", 0)
     monkeypatch.setattr(stored_steps, "BEGINNING", LENGTH.size)  # no rows are read with the header
     mask, edits, paths = MASKS["random"]((8, 8), 1), [], []
     disk = LoggedDisk(tmp_path / "log")

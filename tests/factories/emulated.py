@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -269,7 +270,7 @@ _WHOLE: tuple[str, ...] = (
     "eye.m",
     "randperm",
 )
-_WHOLE += ("native_group_norm", "masked_select", "abs")
+_WHOLE += ("native_group_norm", "masked_select", "abs", "logsumexp")
 
 
 _deepcopy = torch.Tensor.__deepcopy__
@@ -310,6 +311,23 @@ def _install() -> None:
         _aten.impl(name, partial(_run, op), "PrivateUse1")
     convolution = partial(_run, torch.ops.aten.convolution.default)
     _aten.impl("convolution_overrideable", convolution, "PrivateUse1")
+
+
+def autoload() -> None:
+    """Do nothing: importing this module registers the device."""
+
+
+def in_children(folder: Path) -> None:
+    """Have processes that import from a folder register the device when they import PyTorch.
+
+    As packages of devices do: PyTorch loads what the entry points of its group name.
+    """
+    if IS_EMULATED:
+        info = folder / f"{NAME}-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 0\n")
+        entry = f"[torch.backends]\n{NAME} = {autoload.__module__}:{autoload.__name__}\n"
+        (info / "entry_points.txt").write_text(entry)
 
 
 if IS_EMULATED:

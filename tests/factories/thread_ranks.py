@@ -163,7 +163,7 @@ class ThreadRanks:
             held = self.held.setdefault(rank, HeldRows(self.late_bytes))
             held.drop(set(held.runs) - self.late.alive)
             if any(late):
-                origins = self.programs.origins(program, recording, frame.layout, partition, rank)
+                origins = self.programs.origins(program, recording, frame, partition, rank)
                 around[rank] = LateGroup(group, late, origins, held)
 
         def part(rank: int) -> RankPart | None:

@@ -13,7 +13,6 @@ from maskfx.serve.launch import LaunchRefusal, check_conflicts
 from maskfx.serve.sources import configure
 
 WRONG: list[dict[str, Any]] = [
-    {"device": "cuda"},
     {"model": "fake"},
     {"overlap": "on"},
     {"plans": "on"},
@@ -41,6 +40,9 @@ def test_what_ranks_dont_support_is_refused_with_them_only(wrong: dict[str, Any]
         ({"keep": "inputs"}, "keep=inputs: .* set plans=on or a cache_dir"),
         ({"keep": "keys", "plans": "off", "cache_dir": "x"}, "keep=keys"),
         ({"keep": "keys", "ranks": 2, "cache_dir": "x"}, "keep=keys"),
+        ({"rank_devices": ("cuda:0", "cuda:1")}, "rank_devices without ranks"),
+        ({"rank_backend": "gloo"}, "rank_backend without ranks"),
+        ({"ranks": 2, "rank_devices": ("cuda:0",)}, "ranks=2 with 1 rank_devices"),
     ],
 )
 def test_settings_without_effect_are_refused(given: dict[str, Any], seen: str) -> None:
@@ -56,6 +58,7 @@ def test_settings_without_effect_are_refused(given: dict[str, Any], seen: str) -
         {"keep": "inputs", "plans": "on"},
         {"keep": "keys", "cache_dir": "x"},
         {"keep": "keys", "device": "cuda"},
+        {"ranks": 2, "device": "cuda", "rank_devices": ("cuda:0",) * 2, "rank_backend": "rings"},
     ],
 )
 def test_settings_with_an_effect_together(given: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ from maskfx.passes.pipeline import PassRecord
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 7  # raise it with every change of a document
+SCHEMA = 8  # raise it with every change of a document
 READING = threading.Lock()  # several threads may ask for the graph of one capture
 NAME, CAPTURED, HASH = "maskfx.program", "maskfx.capture", "xxh3_128"
 PAIRS = ":complex128"  # ends the name of a constant that is stored as pairs of numbers
@@ -261,10 +261,9 @@ def unpack(
     packed: PackedCompilation, weights: Mapping[str, Tensor], module: nn.Module, name: str
 ) -> Compilation:
     """Return a packed compilation for a module with these weights; `name` is its name in errors."""
-    there = (w.device for w in weights.values() if not w.is_meta)
-    device = next(there, torch.device("cpu"))
-    constants = {key: t.to(device, copy=True) for key, t in packed.constants.items()}
-    tensors = Tensors(weights, module, constants)
+    tensors = Tensors(weights, module)
+    device = tensors.devices[0]
+    tensors.constants |= {key: t.to(device, copy=True) for key, t in packed.constants.items()}
     try:
         with many_objects():
             return read_compilation(json.loads(packed.document), packed.captured, tensors)

@@ -67,6 +67,8 @@ class Tensors:
         for name, weight in self.weights.items():
             for key in (id(weight), place_of(weight)):
                 self._named.setdefault(key, {"weight": name})
+        places = (weight.device for weight in self.weights.values() if not weight.is_meta)
+        self.devices = list(dict.fromkeys(places)) or [torch.device("cpu")]
 
     def name_of(self, value: Tensor) -> AttributeDocument:
         """Return where a tensor is found again; a tensor that is no weight becomes a constant."""
@@ -80,13 +82,31 @@ class Tensors:
         return known
 
     def place(self, value: object) -> Json:
-        """Return where a tensor among plain values is found again."""
+        """Return where a tensor or a device among plain values is found again."""
+        if isinstance(value, torch.device):
+            return self.place_of_device(value)
         if not isinstance(value, Tensor):
             raise Unsavable(f"a {type(value).__name__} can't be saved: {value!r:.80}")
         return {"tensor": [str(part) for pair in self.name_of(value).items() for part in pair]}
 
-    def at(self, kind: str, place: Any) -> Tensor:
-        """Return the tensor that `place` wrote the place of."""
+    def place_of_device(self, device: torch.device) -> Json:
+        """Return a device by its number among those of the weights, which may lie on others later.
+
+        One that holds no weights stays what it is.
+        """
+        if device in self.devices:
+            return {"own_device": self.devices.index(device)}
+        return {"device": str(device)}
+
+    def node(self, value: object) -> Json:
+        """Return a node, or a device, among an operator's arguments."""
+        return self.place_of_device(value) if isinstance(value, torch.device) else node_name(value)
+
+    def at(self, kind: str, place: Any) -> Tensor | torch.device:
+        """Return the tensor or device that `place` wrote the place of."""
+        if kind == "own_device":
+            found: torch.device = self.devices[min(place, len(self.devices) - 1)]
+            return found
         if kind != "tensor":
             raise Unsavable(f"an artifact holds a {kind!r}, which this version doesn't know")
         return self.of({place[0]: place[1]})  # type: ignore[misc]
@@ -142,7 +162,7 @@ def graph_document(module: fx.GraphModule, tensors: Tensors, skip: frozenset[str
             elif isinstance(value, fx.GraphModule):
                 attributes[name] = {"graph": graph_document(value, tensors, frozenset())}
             elif isinstance(value, Whole):
-                attributes[name] = {"whole": whole_document(value, tensors.module)}
+                attributes[name] = {"whole": whole_document(value, tensors)}
             elif isinstance(value, Tensor):
                 attributes[name] = tensors.name_of(value)
             else:
@@ -152,8 +172,8 @@ def graph_document(module: fx.GraphModule, tensors: Tensors, skip: frozenset[str
                 "op": node.op,
                 "name": node.name,
                 "target": target_name(node),
-                "args": encoded(node.args, node_name),
-                "kwargs": encoded(dict(node.kwargs), node_name),
+                "args": encoded(node.args, tensors.node),
+                "kwargs": encoded(dict(node.kwargs), tensors.node),
                 "val": value_document(node.meta.get("val")),
                 "origin": str(node.meta.get("origin", "")),
             }
@@ -161,14 +181,15 @@ def graph_document(module: fx.GraphModule, tensors: Tensors, skip: frozenset[str
     return {"nodes": nodes, "attributes": attributes}
 
 
-def whole_document(whole: Whole, module: nn.Module) -> WholeDocument:
-    path = next((path for path, part in module.named_modules() if part is whole.inner), None)
+def whole_document(whole: Whole, tensors: Tensors) -> WholeDocument:
+    named = tensors.module.named_modules()
+    path = next((path for path, part in named if part is whole.inner), None)
     if path is None:
         raise Unsavable(f"a graph runs a {type(whole.inner).__name__} that the module doesn't hold")
     return {
         "path": path,
         "spec": spec_document(whole.spec),
-        "constants": encoded(whole.constants),
+        "constants": encoded(whole.constants, tensors.place),
         "axes": whole.axes,
         "widths": whole.widths,
         "width": whole.width,
@@ -229,16 +250,14 @@ def read_graph(
         elif "graph" in place:
             value = read_graph(place["graph"], tensors, {})
         elif "whole" in place:
-            value = read_whole(place["whole"], tensors.module)
+            value = read_whole(place["whole"], tensors)
         else:
             value = tensors.of(place)
         attach(root, name, value)
     env: dict[str, fx.Node] = {}
 
-    def node_of(kind: str, held: str) -> fx.Node:
-        if kind != "node":
-            raise Unsavable(f"an artifact holds a {kind!r}, which this version doesn't know")
-        return env[held]
+    def node_of(kind: str, held: Any) -> object:
+        return env[held] if kind == "node" else tensors.at(kind, held)
 
     for item in document["nodes"]:
         op, target = item["op"], item["target"]
@@ -260,11 +279,11 @@ def read_graph(
     return over_same(root, graph)
 
 
-def read_whole(document: WholeDocument, module: nn.Module) -> Whole:
+def read_whole(document: WholeDocument, tensors: Tensors) -> Whole:
     return Whole(
-        module.get_submodule(document["path"]),
+        tensors.module.get_submodule(document["path"]),
         read_spec(document["spec"]),
-        decoded(document["constants"]),
+        decoded(document["constants"], tensors.at),
         document["axes"],
         document["widths"],
         document["width"],

@@ -31,7 +31,8 @@ def module_key(module: nn.Module, weights: Mapping[str, Tensor], how: str) -> st
 
     Args:
         module: the denoiser, before its first call.
-        weights: its parameters and buffers by path; only shapes, types and devices count.
+        weights: its parameters and buffers by path; only shapes, types and devices count, and of
+            several devices of one type only which weights lie together.
         how: the settings and roles that it is compiled with.
     """
     found = hashlib.sha256(how.encode())
@@ -39,8 +40,10 @@ def module_key(module: nn.Module, weights: Mapping[str, Tensor], how: str) -> st
         found.update(f"{name} {value}\n".encode())
     for path, part in module.named_modules():
         found.update(f"{path} {type(part).__module__}.{type(part).__qualname__}\n".encode())
+    places: dict[torch.device, str] = {}
     for path, weight in weights.items():
-        text = f"{path} {tuple(weight.shape)} {weight.dtype} {weight.device} {weight.stride()}\n"
+        place = places.setdefault(weight.device, f"{weight.device.type}:{len(places)}")
+        text = f"{path} {tuple(weight.shape)} {weight.dtype} {place} {weight.stride()}\n"
         found.update(text.encode())
     found.update(f"{settings_of(module)} {sources(module)}".encode())
     return found.hexdigest()[:32]

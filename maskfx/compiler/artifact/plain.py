@@ -44,7 +44,7 @@ def encoded(value: object, node: Callable[[object], Json] | None = None) -> Json
 
     Args:
         value: what to write.
-        node: encodes values of other types, such as the nodes of a graph.
+        node: encodes devices, and values of other types, such as the nodes of a graph.
     """
     match value:
         case None | bool() | int() | str() if type(value) in (type(None), bool, int, str):
@@ -59,7 +59,7 @@ def encoded(value: object, node: Callable[[object], Json] | None = None) -> Json
             return {"dict": [[encoded(k, node), encoded(v, node)] for k, v in value.items()]}
         case slice():
             return {"slice": [encoded(v, node) for v in (value.start, value.stop, value.step)]}
-        case torch.device():
+        case torch.device() if node is None:
             return {"device": str(value)}
     if isinstance(value, NAMED):
         return {"torch": str(value).removeprefix("torch.")}

@@ -20,6 +20,7 @@ from maskfx.distributed.division.tables import owners_of, received_rows, scale_o
 from maskfx.distributed.exchanges.process_group import Transfer
 from maskfx.ir.programs.sources import Exchanged
 from maskfx.ops.exchange import Group
+from maskfx.runtime.hardware.devices import CPU, moved
 
 Place = tuple[int, int]  # the number of an exchange, and the rank that sends
 
@@ -86,10 +87,12 @@ class ExchangeOrigins:
     Args:
         layout: The rank's rows.
         sent: By number, what the exchanges send.
+        device: The device of the rows.
     """
 
     layout: RankLayout
     sent: Mapping[int, Sent]
+    device: torch.device = CPU
     _known: dict[object, list[dict[int, Tensor | None]]] = field(default_factory=dict)
 
     def of(self, number: int, source: int) -> dict[int, Tensor | None]:
@@ -99,7 +102,10 @@ class ExchangeOrigins:
         """
         sent = self.sent[number]
         if sent not in self._known:
-            self._known[sent] = self._found(sent)
+            self._known[sent] = [
+                {m: p if p is None else moved(p, self.device) for m, p in places.items()}
+                for places in self._found(sent)
+            ]
         return self._known[sent][source]
 
     def _found(self, sent: Sent) -> list[dict[int, Tensor | None]]:

@@ -24,7 +24,7 @@ class Transfer(Protocol):
     """An exchange that was begun."""
 
     def wait(self) -> None:
-        """Wait until the incoming tensors are filled; raise TimeoutError if they can't be."""
+        """Wait until the incoming tensors can be read; raise TimeoutError if they can't be."""
         ...
 
 
@@ -35,6 +35,14 @@ class Link(Protocol):
         self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], number: int
     ) -> Transfer:
         """Begin an exchange; raise TimeoutError if it fails."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all exchanges have ended that were begun and waited for.
+
+        Raises TimeoutError if one fails. Where devices order exchanges, `Transfer.wait` makes the
+        device wait for one, and the host learns here how it ended.
+        """
         ...
 
     def close(self) -> None:

@@ -21,7 +21,6 @@ from maskfx.ops.native.build import c_functions
 from maskfx.runtime.processes import memory_files
 from maskfx.runtime.processes.memory_files import memory_file
 
-RINGS = "rings"  # the name of this backend
 CAPACITY = 1 << 20  # bytes of a ring
 HEADER, COUNTERS = 4096, 128  # bytes: of the words of all ranks, and of the counters of a ring
 MOST = 64  # ranks
@@ -125,6 +124,9 @@ class RingLink:
             if failed:
                 raise RuntimeError(REASONS[failed].format(rank=culprit.value))
         self._pending = [one for one in self._pending if not one.framed or one.moved < one.nbytes]
+
+    def finish(self) -> None:
+        """Do nothing: the host has waited for each exchange."""
 
     def close(self) -> None:
         """Let all that wait for this rank fail at once."""

@@ -115,7 +115,7 @@ class LineCount:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class UpdateRanks:
     """The number of ranks of a layer's updates, of own parameters, or of groups that share some."""
 
     weight: str
@@ -130,7 +130,7 @@ VaryingSize = (
     | KeptRows
     | PairEntries
     | PerRequest
-    | Ranks
+    | UpdateRanks
     | LineCount
 )
 Size = int | VaryingSize
@@ -191,9 +191,9 @@ def sizes_of(
         case PairTable(_, queries, keys, heads):
             return heads, Rows(queries) if queries else 1, KeyRows(keys)
         case RankGroups(weight) | OwnGroups(weight):
-            return Ranks(weight), 4
+            return UpdateRanks(weight), 4
         case Down(weight) | Up(weight) | OwnWeights(weight) | OwnBiases(weight):
-            return Ranks(weight), *(value or ())[1:]
+            return UpdateRanks(weight), *(value or ())[1:]
         case Updated():
             return tuple(value or ())
     raise AssertionError(f"the sizes of an input of a rank are known to its frame: {source}")

@@ -31,10 +31,10 @@ from maskfx.ir.programs.source_sizes import (
     LoadedRows,
     PairEntries,
     PerRequest,
-    Ranks,
     RestRows,
     Rows,
     Size,
+    UpdateRanks,
     row_set,
     sizes_of,
 )
@@ -271,7 +271,7 @@ def number_of(size: Size, sites: ActiveSites, batch: int) -> int:
             return batch * heads * (active(queries) if queries else 1) * whole(keys)
         case PerRequest(times):
             return batch * times
-        case Ranks():
+        case UpdateRanks():
             raise AssertionError("a twin for adapters isn't counted")
 
 

@@ -245,17 +245,11 @@ class Frame:
                 own = (self.layout.index(m, s) for s in lane.segments for m in range(len(members)))
                 return [index for index in own if index is not None]
             case HeadShare():
-                return []  # on CPUs alone
+                return self._picking(source, zip(members, self.picks_of(name, source), strict=True))
             case Halo() | Rest() | Loaded() | Kept() | RestShare():
                 if self.recorded.shared(source, partial(self.picks_of, name, source), members):
                     return []  # the places are there already
-                picks = zip(members, self.picks_of(name, source), strict=True)
-                return [
-                    table
-                    for m, index in picks
-                    if m.cache is not None and len(index)
-                    for table in self._indexing(self.recorded.of(m.cache, source.tap), index)
-                ]
+                return self._picking(source, zip(members, self.picks_of(name, source), strict=True))
             case RestStats(_, segments):
                 return self.layout.active(tuple(filter(is_image, segments)))
             case RestSum(_, segments):
@@ -270,6 +264,15 @@ class Frame:
             case OwnWeights() | OwnBiases() | OwnGroups():
                 return []  # one copy brings tables of indices
         return [] if self.layout.on_host(source) else [self._table_of(name, source)]
+
+    def _picking(self, source: Cached, picks: Iterable[tuple[Member, Tensor]]) -> list[Tensor]:
+        """Return the tables that pick the sites of each member out of its recording."""
+        return [
+            table
+            for member, index in picks
+            if member.cache is not None and len(index)
+            for table in self._indexing(self.recorded.of(member.cache, source.tap), index)
+        ]
 
     def _indexing(self, rows: Rows, index: Tensor) -> list[Tensor]:
         """Return the tables that pick these sites out of rows on the batch's device."""

@@ -19,8 +19,9 @@ from maskfx.runtime.cache.rows import (
     StoredRows,
     in_memory,
     row_bytes,
+    tensors_of,
 )
-from maskfx.runtime.hardware.devices import read_here
+from maskfx.runtime.hardware.devices import moved, read_here
 
 
 def pick_heads(rows: Rows, index: Tensor, heads: int, own: range, tables: RowTables) -> Tensor:
@@ -38,15 +39,16 @@ def pick_heads(rows: Rows, index: Tensor, heads: int, own: range, tables: RowTab
         first, second = (
             pick_heads(one, index, heads, own, tables) for one in (rows.first, rows.second)
         )
-        return rows.mixed(first, second)
+        return rows.mixed(first, moved(second, first.device))
     if isinstance(rows, RowSubset):
         return pick_heads(rows.rows, tables.places(rows, index), heads, own, tables)
+    index = tables.on(index, tensors_of(rows)[0].device)
     if isinstance(rows, Tensor):
         return each_batch(rows, index, heads, own)
     scale = rows.scale
     if not has_heads(rows, heads):
         chosen = rows.mapped(lambda held: select(read_here(held), index)).whole()
-        return each_batch(chosen, torch.arange(len(index)), heads, own)
+        return each_batch(chosen, torch.arange(len(index), device=index.device), heads, own)
     if scale is not None and scale.shape[2] < heads:  # several heads have a scale in common
         scale = scale_of_heads(scale, index, heads, own)
     elif scale is not None:

@@ -102,15 +102,17 @@ class RecordedRows:
                 continue
             if shared is None:
                 held = self.of(member.cache, source.tap)
-                out.append(pick_heads(held, index, heads, own, self.tables).flatten(0, 1))
+                units = pick_heads(held, index, heads, own, self.tables).flatten(0, 1)
+                out.append(moved(units, self.device))
                 continue
             buffer, places = shared
             for _ in range(member.batch):
                 part = places[at : at + len(index)]
-                out.append(units_of(buffer, units_at(part, heads, own), heads))
+                units = units_of(read_here(buffer), units_at(part, heads, own), heads)
+                out.append(moved(units, self.device))
                 at += len(index)
         if out:
-            return moved(out[0] if len(out) == 1 else torch.cat(out), self.device)
+            return out[0] if len(out) == 1 else torch.cat(out)
         kept = self.interface.taps[source.tap]
         shape = (kept.shape[0] // heads, *kept.shape[1:])
         return torch.empty(0, *shape, dtype=kept.dtype, device=self.device)

@@ -67,6 +67,13 @@ class SiteStats:
             self.size,
         )
 
+    def on(self, device: torch.device) -> SiteStats:
+        """Return the statistics with their sums on a device; those of each site stay."""
+        if self.total.device == device:
+            return self
+        sums = (moved(value, device) for value in (self.total, self.centre, self.size))
+        return SiteStats(self.values, *sums)
+
     def within(self, sites: Tensor, always: Tensor) -> SiteStats:
         """Return the statistics of some sites.
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from maskfx.ir.modules.callables import HOOKS
 from maskfx.ir.values import PLAIN_TENSORS
+from maskfx.runtime.hardware.devices import CPU
 from maskfx.runtime.hardware.offload import is_offloaded
 
 log = logging.getLogger(__name__)
@@ -22,9 +23,9 @@ REGISTRY = "_diffusers_hook"  # the attribute with a module's hooks
 SPARE = 16 << 20  # bytes of shared memory that stay free
 
 
-def can_be_sent(part: object) -> bool:
-    """Return True if a component can be sent; otherwise the reason is logged."""
-    reason = kept_by(part)
+def can_be_sent(part: object, copied: bool = False) -> bool:
+    """Return True if a component can be sent, see `kept_by`; otherwise the reason is logged."""
+    reason = kept_by(part, copied)
     if reason is not None:
         log.info("%s runs in this process: %s", type(part), reason)
     return reason is None
@@ -45,7 +46,7 @@ def kept_by(part: object, copied: bool = False) -> str | None:
             return reason
         if getattr(part, "peft_config", None):
             return "it has adapters of PEFT; unload them"
-        if on_cpu(part) and not fits_in_shared_memory(part):
+        if not fits_in_shared_memory(part):
             return f"{SHARED} has no room for its weights"
     try:
         pickle.dumps(type(part))
@@ -84,7 +85,11 @@ def kept_on_devices(part: nn.Module) -> str | None:
 def fits_in_shared_memory(part: nn.Module) -> bool:
     """Return True if the weights that aren't shared yet have room; writing beyond it is SIGBUS."""
     tensors = (*part.parameters(), *part.buffers())
-    wanted = sum(tensor.untyped_storage().nbytes() for tensor in tensors if not tensor.is_shared())
+    shared = (tensor for tensor in tensors if tensor.device != CPU or not tensor.is_shared())
+    wanted = sum(
+        tensor.untyped_storage().nbytes() if tensor.device == CPU else tensor.nbytes
+        for tensor in shared
+    )
     try:
         return wanted + SPARE <= shutil.disk_usage(SHARED).free
     except OSError:  # another system than Linux shares memory elsewhere

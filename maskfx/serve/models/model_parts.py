@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from maskfx.distributed.unsupported import why_unsupported
+from maskfx.distributed.ranks import Ranks
+from maskfx.distributed.unsupported import own_device, why_unsupported
 from maskfx.engine.processes.services import OwnProcesses
 from maskfx.errors import InputError
 from maskfx.ops.cache_folder import kept_folder
@@ -202,8 +203,11 @@ def check_denoisers(settings: ServeSettings, family: PipelineSet) -> None:
     """Raise InputError if ranks, or settings of the compiler, don't suit a denoiser."""
     chosen = [name for name in ("prepack", "inductor") if getattr(settings, name)]
     for name, denoiser in pipeline_state_of(family.main.pipe).denoisers.items():
-        if settings.ranks > 1 and (why := why_unsupported(denoiser)) is not None:
-            raise InputError(f"ranks: {name} {why}")
+        if settings.ranks > 1:
+            if (why := why_unsupported(denoiser)) is not None:
+                raise InputError(f"ranks: {name} {why}")
+            ranks = Ranks(settings.ranks, settings.rank_devices, settings.rank_backend)
+            ranks.placed(own_device(denoiser))
         if chosen and type(denoiser) is not CompiledDenoiser:
             raise InputError(
                 f"{' and '.join(chosen)}: {name} has exported graphs, which run as they are; serve "

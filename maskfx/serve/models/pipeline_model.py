@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import maskfx
+from maskfx.distributed.ranks import Ranks
 from maskfx.engine.engine import Engine
 from maskfx.engine.processes.helper_processes import HelperProcesses
 from maskfx.engine.processes.placement import Placement
@@ -131,7 +132,7 @@ class PipelineModel:
     def _engine(self, outside: Placement | None, remember: int = REMEMBER) -> Engine:
         count = self.settings.max_num_seqs
         policy = maskfx.BatchPolicy(batch=count)
-        ranks = self.settings.ranks
+        settings, ranks = self.settings, self.settings.ranks
         return maskfx.Engine(
             policy,
             running=count,
@@ -139,8 +140,8 @@ class PipelineModel:
             own_process=self.own_process,
             told=self._stepped,
             remember=remember,
-            ranks=ranks,
-            rank_timeout=self.settings.rank_timeout,
+            ranks=1 if ranks == 1 else Ranks(ranks, settings.rank_devices, settings.rank_backend),
+            rank_timeout=settings.rank_timeout,
             rounds=ElasticRounds() if ranks > 1 else None,
             admission=None,  # the front end has decided by slack what it sends
         )

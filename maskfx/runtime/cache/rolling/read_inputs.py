@@ -20,6 +20,7 @@ from maskfx.ops import put_all
 from maskfx.runtime.cache.rolling.patch_changes import ChangeMeter, boundary_taps, reading_sets
 from maskfx.runtime.cache.rolling.places import Batched
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, RowBlock
+from maskfx.runtime.hardware.devices import moved
 
 Sums = NDArray[np.float64]
 
@@ -106,7 +107,7 @@ class InputChanges:
             table = block.patch_of.get(block.group_of(segments))
             if table is not None and place.target.shape[0]:
                 old = kept.index_select(0, place.target)
-                meter.add(tap, segments, place, table, (old, place.of(new)))
+                meter.add(tap, segments, place, table, (old, place.of(moved(new, old.device))))
         found = dict(zip(caches, meter.sums_at(stretch), strict=True))
         for number, cache in caches.items():
             owners = None if cache.changes is None else cache.changes.owners.get(stretch)

@@ -241,7 +241,7 @@ class RowBlock:
             place = places.written(tap.segments)
             if not place.target.shape[0]:
                 continue
-            new = place.of(rows)
+            new = place.of(moved(rows, place.target.device))
             if tap.stats:
                 norms.setdefault(key, []).append(new)
                 continue

@@ -22,6 +22,7 @@ from maskfx.runtime.cache.rolling.read_inputs import ReadInputs
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, RowBlock, group_of
 from maskfx.runtime.cache.rows import tensors_of, whole
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache, changed
+from maskfx.runtime.hardware.devices import copied
 from maskfx.runtime.sites.patches import PatchGrid
 
 
@@ -171,7 +172,8 @@ def filled(
         start, full = starts[group_of(interface, key[0])], whole(found.values)
         part = block.values[key][start : start + full.shape[0] * full.shape[1]]
         values = part.view(full.shape).copy_(full)
-        stats[key] = SiteStats(values, found.total.clone(), found.centre.clone(), found.size)
+        own = (copied(value, block.device) for value in (found.total, found.centre, found.size))
+        stats[key] = SiteStats(values, *own)
     named = {f.name: getattr(kept, f.name) for f in fields(StepCache)}
     output = [v.clone() if isinstance(v, Tensor) else v for v in kept.output]
     named |= {"rows": rows, "stats": stats, "sums": {}, "output": output}

@@ -1,7 +1,8 @@
 """SharedBuffers: the buffers of a block of rolling rows in memory that other processes map.
 
 Ranks read the rows of requests there. The process with the block alone writes them, between steps,
-so a step that fails in a rank leaves them as they were.
+so a step that fails in a rank leaves them as they were. Rows and statistics of a device move to
+host memory with the block; steps read them from there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from maskfx.runtime.cache.rolling.places import Group
 from maskfx.runtime.cache.rolling.read_inputs import ReadInputs
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, RowBlock, StatsKey
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache
+from maskfx.runtime.hardware.devices import CPU, moved
 from maskfx.runtime.processes import memory_files
 
 ALIGN = 64  # bytes
@@ -123,8 +125,8 @@ class SharedBlock:
     """
 
     def __init__(self, block: RowBlock) -> None:
-        if not memory_files.exist() or block.device.type != "cpu":
-            raise OSError(f"rows on {block.device} can't be mapped by other processes here")
+        if not memory_files.exist():
+            raise OSError("this system has no memory files")
         with block.lock:
             self.buffers = SharedBuffers.of(block)
             self.descriptor = memory_files.memory_file(NAME, self.buffers.nbytes)
@@ -142,6 +144,8 @@ class SharedBlock:
                     there.patch_of[group].copy_(patches)
                 block.inputs.rows, block.patch_of = there.inputs, there.patch_of
             for cache in list(block.caches):
+                cache.stats = {key: stats.on(CPU) for key, stats in cache.stats.items()}
+                cache.sums = {tap: moved(total, CPU) for tap, total in cache.sums.items()}
                 cache.find_rows()
 
 
