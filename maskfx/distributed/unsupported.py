@@ -12,11 +12,6 @@ def why_unsupported(denoiser: CompiledDenoiser) -> str | None:
             "has exported graphs, which run in one process: use the module that they were "
             "exported from, or leave ranks out"
         )
-    if denoiser.settings.inductor:
-        return (
-            "is compiled by Inductor, and ranks run operator by operator: compile without "
-            "inductor=True, or leave ranks out"
-        )
     devices = {weight.device for weight in denoiser.module.parameters()}
     if other := sorted(str(device) for device in devices if device.type not in ("cpu", "meta")):
         return (
