@@ -207,7 +207,7 @@ def at_hand(denoiser: maskfx.CompiledDenoiser, steps: Any) -> None:
 # Late inputs.
 
 
-def late(rounds: int, nets: Sequence[int] = (1, 2)) -> dict[str, Any]:
+def late(rounds: int, nets: Sequence[int] = (1, 2, 3)) -> dict[str, Any]:
     return {
         "asked": "one engine step a denoising step; bit-equal; within 10 % of sum_over_largest",
         "by_nets": [late_with(count, rounds) for count in nets],

@@ -15,6 +15,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -338,7 +339,7 @@ def measure_depth() -> dict[str, Any]:
 
 def run_shape(name: str, options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     """Everything about one denoiser."""
-    shape = shapes.choose(name, options.quick)
+    shape = sized(shapes.choose(name, options.quick), options.latent)
     result = start_result(name, shape.title, options, arguments)
     contest = prepare(shape, options.sides, say)
     if not contest.dense or not contest.ours:
@@ -366,6 +367,15 @@ def run_shape(name: str, options: argparse.Namespace, arguments: Sequence[str]) 
     run_extras(work, options.extras, extras, contest.failures)
     result["extras"], result["failures"] = extras, contest.failures
     return result
+
+
+def sized(shape: shapes.Shape, latent: str | None) -> shapes.Shape:
+    """The shape with another latent, or packed tokens, of as many rows and columns."""
+    if latent is None:
+        return shape
+    height, width = map(int, latent.split("x"))
+    size = replace(shape.size, height=height, width=width)
+    return replace(shape, title=f"{shape.title}; here {latent}", size=size)
 
 
 def full_cost(mask: dict[str, Any]) -> dict[str, Any]:
@@ -432,6 +442,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--sides", help="names separated by commas: dense, dense-channels-last, dense-compile,\n"
         "dense-compile-channels-last, dense-freezing, ours-eager, ours-inductor, ours-prepack;\n"
         "groups all-dense, ours, all (default); --sides=-ours-prepack takes one away")  # fmt: skip
+    add("--latent", help="sites of the latent, as 48x56 (default: that of the shape)")
     add("--ratios", help="mask ratios separated by commas (default .05,.11,.2,.35,.5,1)")
     add("--masks", default=",".join(masks.KINDS), help="mask kinds: square,strokes")
     add("--rounds", type=int, help="rounds per mask (default 9)")
@@ -481,9 +492,10 @@ def main(arguments: Sequence[str]) -> int:
             else run_shape(name, options, arguments)
         )
         out = Path(options.out)
-        harness.write_json(out / f"denoisers-{name}.json", result)
-        if result.get("masks"):
-            report.plot(result, out / f"denoisers-{name}.png")
+        file = f"denoisers-{name}" + (f"-{options.latent}" if options.latent else "")
+        harness.write_json(out / f"{file}.json", result)
+        if result.get("masks") and not options.latent:
+            report.plot(result, out / f"{file}.png")
         print("\n".join(report.lines_of(result)), flush=True)
         wrong |= any(not o["correct"] for m in result.get("masks", ()) for o in m["ours"].values())
     return 1 if wrong else 0

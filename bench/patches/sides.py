@@ -22,6 +22,7 @@ from maskfx.pipelines.fitting.observed_runs import observed_run
 from maskfx.pipelines.model_folders import model_folders
 from maskfx.runtime.reuse.fitted_forecast import table_in
 from maskfx.runtime.reuse.judge_training import ObservedRun, forecast_error
+from maskfx.runtime.reuse.judges import FILE as JUDGE
 from maskfx.runtime.reuse.judges import Bools, PatchFeatures
 from training.scenes import SIDE as SCENE
 
@@ -179,6 +180,7 @@ def sides_of(bench: Bench, plan: Mapping[str, Any], judge: Path | None) -> list[
         )
         for order, sets, age, value in plan["settings"]
     ]
+    found += variants(bench, **plan["variant"])
     if judge is not None:
         age = plan["age"]
         found += [
@@ -193,6 +195,27 @@ def sides_of(bench: Bench, plan: Mapping[str, Any], judge: Path | None) -> list[
         Side(f"oracle, tolerance={value}", "patches, oracle", oracle(value, plan["age"]))
         for value in plan["tolerances"]
     ]
+    return found
+
+
+def variants(bench: Bench, threshold: float, age: int) -> list[Side]:
+    """Return sides that differ in one setting each from one of those before, and shipped judges."""
+    usual: dict[str, Any] = {"threshold": threshold, "age": age}
+    named: dict[str, Run] = {
+        "held outputs": patches(outputs="hold", **usual),
+        "half the side": patches(side=bench.side // 2, **usual),
+        "every=2": patches(every=2, **usual),
+    }
+    found = [
+        Side(
+            f"step, alike, age={age}, threshold={threshold}, {name}",
+            "patches, threshold, step",
+            run,
+        )
+        for name, run in named.items()
+    ]
+    if any((folder / JUDGE).exists() for folder in model_folders(bench.bed.denoiser)):
+        found.append(Side("shipped judge", "patches, judge, step", patches(judge="auto")))
     return found
 
 
@@ -241,10 +264,10 @@ def cached(name: str) -> Run:
     return run
 
 
-def patches(**settings: Any) -> Run:
+def patches(every: int = 1, **settings: Any) -> Run:
     def run(bench: Bench, case: Case) -> Made:
-        own = maskfx.PatchReuse(side=bench.side, **settings)
-        quality = maskfx.Quality(reuse="steps", refresh=1, patches=own)
+        own = maskfx.PatchReuse(**{"side": bench.side} | settings)
+        quality = maskfx.Quality(reuse="steps", refresh=1, every=every, patches=own)
         return bench.compiled(case, quality)
 
     return run

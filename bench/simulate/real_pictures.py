@@ -1,21 +1,24 @@
 """Whole pictures with deadlines on a real engine, beside the simulator's answer for each trace.
 
     OMP_NUM_THREADS=1 python -m bench.simulate.real_pictures [--model NAME] [--requests N]
-        [--load X] [--out FILE]
+        [--load X] [--sizes 64 96 128] [--sides SIDE ...] [--out FILE]
 
 The workload of `whole_pictures` with real steps: pictures of three sizes in equal parts on a
 shipped model, Poisson and bursty arrivals, deadlines drawn evenly from 1 to 5 times what a picture
 takes alone with all of its steps. Each side serves the same arrivals, in an engine of its own:
 
-fixed batches       batches of one size that run to their end, all steps
-first come          the quality "half-steps", first come, first served
-slack               the same quality, an engine as it is by default
+fixed batches        batches of one size that run to their end, all steps
+first come           the quality "half-steps", first come, first served
+slack                the same quality, an engine as it is by default
+patches, first come  patches kept across steps, first come, first served: PatchedServe's caches
+patches, slack       the same, an engine as it is by default
 
 A request that isn't done at its deadline ends then, on each side and in the simulation. Load 1 is
 what the engine makes of a crowd of all sizes that computes all steps, measured right before; so are
 the seconds alone. The simulation (`engine_simulation.py`, with the engine's own policies) gets the
 same arrivals and deadlines, and costs that are fitted to the steps of crowds in which half of the
-requests have that quality; what else the crowds took is divided among the steps' requests.
+requests have that quality; what else the crowds took is divided among the steps' requests. Sides
+that keep patches aren't simulated: how many a step computes depends on the pictures.
 
 Seconds are those of the process's CPU time, so that other processes don't count; waits in which the
 engine has nothing to do are skipped. It is the clock of a machine with one core: what requests
@@ -69,6 +72,7 @@ CROWD = 2 * SLOTS  # requests
 ARRIVALS = {"Poisson": 1.0, "bursty": 2.0}
 DENSE = maskfx.Quality(reuse="steps", refresh=1, every=1)
 HALF = replace(DENSE, every=WHOLE["half-steps"].every)
+KEPT = replace(DENSE, patches=maskfx.PatchReuse(threshold=0.1, age=2))
 
 Row = dict[str, Any]
 
@@ -135,16 +139,31 @@ SIDES = {
     "fixed batches": Side(DENSE, 4 * SLOTS, FixedBatches),
     "first come": Side(HALF, SLOTS, lambda: None),
     "slack": Side(HALF, 4 * SLOTS, DefaultAdmission),
+    "patches, first come": Side(KEPT, SLOTS, lambda: None),
+    "patches, slack": Side(KEPT, 4 * SLOTS, DefaultAdmission),
 }
 
 
 class Bed:
-    """A shipped pipeline, whole pictures of which an engine makes."""
+    """A shipped pipeline, whole pictures of which an engine makes.
 
-    def __init__(self, model: str, steps: int) -> None:
-        self.steps, self.pipe, self.clock = steps, reference(model), CpuClock()
+    Args:
+        model: Its name.
+        steps: Of a picture.
+        sizes: Pixels along the sides of pictures.
+        quality: What it is compiled for.
+    """
+
+    def __init__(
+        self, model: str, steps: int, sizes: Sequence[int], quality: maskfx.Quality
+    ) -> None:
+        self.steps, self.sizes, self.clock = steps, tuple(sizes), CpuClock()
+        self.pipe = reference(model)
         self.pipe.set_progress_bar_config(disable=True)
-        maskfx.compile(self.pipe, quality=DENSE)
+        maskfx.compile(self.pipe, quality=quality)
+
+    def size(self, number: int) -> int:
+        return self.sizes[number % len(self.sizes)]
 
     def call(self, pixels: int, seed: int, quality: maskfx.Quality) -> dict[str, Any]:
         return {
@@ -167,7 +186,7 @@ class Bed:
         with maskfx.Engine(
             maskfx.BatchPolicy(batch=SLOTS), running=SLOTS, admission=None, told=seen.append
         ) as engine:
-            for pixels in SIZES:
+            for pixels in self.sizes:
                 took = []
                 for _ in range(3):
                     seen.clear()
@@ -182,8 +201,8 @@ class Bed:
             steps, between = list[Step](), list[float]()
             for _ in range(3):
                 seen.clear()
-                mixed = self.seconds_of(engine, lambda n: (DENSE, HALF)[n // 3 % 2])
-                outside = sum(base + per_site * (SIZES[n % 3] // SITE) ** 2 for n in range(CROWD))
+                mixed = self.seconds_of(engine, lambda n: (DENSE, HALF)[n // len(self.sizes) % 2])
+                outside = sum(base + per_site * (self.size(n) // SITE) ** 2 for n in range(CROWD))
                 spent = mixed - outside - sum(step.cpu for step in seen)
                 between.append(max(0.0, spent) / sum(step.requests for step in seen))
                 steps += seen
@@ -204,7 +223,7 @@ class Bed:
         """Return how long a crowd of all sizes takes that is there at once."""
         began = time.perf_counter()
         crowd = [
-            engine.submit(self.pipe, **self.call(SIZES[n % 3], n, quality(n))) for n in range(CROWD)
+            engine.submit(self.pipe, **self.call(self.size(n), n, quality(n))) for n in range(CROWD)
         ]
         for ticket in crowd:
             ticket.result()
@@ -215,7 +234,10 @@ class Bed:
         quality = SIDES[side].quality
         with SIDES[side].engine() as engine:
             for number in range(2):  # its threads, and costs of its steps
-                warm = [engine.submit(self.pipe, **self.call(p, number, quality)) for p in SIZES]
+                warm = [
+                    engine.submit(self.pipe, **self.call(pixels, number, quality))
+                    for pixels in self.sizes
+                ]
                 for ticket in warm:
                     ticket.result()
             pixels = [round(demand.work.whole**0.5) * SITE for demand in arrivals]
@@ -249,7 +271,7 @@ def drawn(
     times = np.cumsum(gaps(count, rate, burst, draw)).tolist()
     found = []
     for number, at in enumerate(times):
-        pixels = int(draw.choice(SIZES))
+        pixels = int(draw.choice(list(alone)))
         sites = (pixels // SITE) ** 2
         work = Work(sites, sites, steps, 2, kind=StepKind.DENSE)
         due = at + alone[pixels] * draw.uniform(TIGHTEST, LOOSEST)
@@ -282,11 +304,14 @@ def main(command: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--load", type=float, default=1.2)
     parser.add_argument("--seeds", type=int, nargs="*", default=[1])
+    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="pixels")
+    parser.add_argument("--sides", nargs="*", choices=SIDES, default=list(SIDES))
     parser.add_argument("--out", default=str(RESULTS / "real-pictures.json"))
     told = list(sys.argv[1:] if command is None else command)
     given = parser.parse_args(told)
     torch.set_num_threads(1)
-    bed = Bed(given.model, given.steps)
+    keeps = any(SIDES[side].quality is KEPT for side in given.sides)
+    bed = Bed(given.model, given.steps, given.sizes, KEPT if keeps else DENSE)
     result = header("bench.simulate.real_pictures", told) | {"traces": []}
     for seed, (arrivals, burst) in product(given.seeds, ARRIVALS.items()):
         with bed.clock.running():
@@ -302,11 +327,13 @@ def main(command: Sequence[str] | None = None) -> None:
                 "simulated": {},
                 "load_average": [load_now()],
             }
-            for side in SIDES:
+            for side in given.sides:
                 row["real"][side] = bed.serve(side, own)
-                row["simulated"][side] = simulated(side, costs, own, given.steps)
+                if SIDES[side].quality is not KEPT:
+                    row["simulated"][side] = simulated(side, costs, own, given.steps)
                 row["load_average"].append(load_now())
-                print(arrivals, side, row["real"][side], row["simulated"][side], flush=True)
+                told_of = row["real"][side], row["simulated"].get(side)
+                print(arrivals, side, *told_of, flush=True)
             result["traces"].append(row)
             write_json(Path(given.out), result)
 

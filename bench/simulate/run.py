@@ -56,10 +56,14 @@ ROUTING_LOAD, KNEE = 0.8, 1.0
 LOADS = (0.5, 0.6, 0.7, 0.8, 0.9)
 SLO_LOADS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.3)
 SIZES = (8, 64, 512, 1000)
-CPU, GPU = "sd15-half-cpu", "sdxl-h800-assumed"
+CPU, GPU, UNET = "sd15-half-cpu", "sdxl-h800-assumed", "unet-cpu"
 WORKLOADS = {  # bytes: of half-width SD1.5 as measured (148 MB at 20 %), of SDXL as FlashPS reports
     CPU: Workload(sides=(32, 48, 64), bytes_per_site=148.4e6 / 64**2),
     GPU: Workload(sides=(64, 96, 128), bytes_per_site=2.6 * 2**30 / 50 / 128**2),
+    # 313 MiB of 25 steps and 32x32 sites; seconds of a step by its composition
+    UNET: Workload(
+        sides=(24, 32, 40), steps=(25,), branches=2, bytes_per_site=313 * 2**20 / 25 / 32**2
+    ),
 }
 
 Row = dict[str, Any]
@@ -188,6 +192,7 @@ def variants_of() -> dict[str, tuple[str, Workload]]:
         "SDXL on a GPU": (GPU, gpu),
         "one size, GPU": (GPU, single_size(gpu)),
         "bursty, GPU": (GPU, replace(gpu, burst=2.0)),
+        "shipped UNet on a CPU": (UNET, WORKLOADS[UNET]),
     }
 
 
