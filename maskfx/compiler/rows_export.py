@@ -17,6 +17,7 @@ from maskfx.compiler.source_dtypes import dtype_of
 from maskfx.ir.geometry.lanes import is_image, shape_hint
 from maskfx.ir.programs.program import Program
 from maskfx.ir.programs.source_sizes import (
+    AnyCount,
     HaloRows,
     KeptRows,
     KeyRows,
@@ -24,10 +25,12 @@ from maskfx.ir.programs.source_sizes import (
     LoadedRows,
     PairEntries,
     PerRequest,
+    ReadRows,
     RestRows,
     Rows,
+    RowUnits,
     Size,
-    UpdateRanks,
+    TwinSize,
     sizes_of,
 )
 
@@ -42,10 +45,10 @@ def export_rows(
     Args:
         program: the program.
         graph: its graph, or one with the same inputs.
-        inputs: an example of each input, in their order.
+        inputs: an example of each input of the graph, in their order.
     """
     sources, taps = program.interface.inputs, program.interface.taps
-    sizes = {name: sizes_of(s, taps, inputs[name].shape) for name, s in sources.items()}
+    sizes = {name: sizes_of(sources[name], taps, own.shape) for name, own in inputs.items()}
     example = {n: stand_in(i, inputs[n], own) for i, (n, own) in enumerate(sizes.items())}
     shapes = {name: dict.fromkeys(free_axes(own), Dim.AUTO) for name, own in sizes.items()}
     with torch.no_grad(), symbol_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
@@ -98,11 +101,15 @@ def example_size(index: int, size: Size) -> int:
             return rows_of(segments) + (rest_of(images) if images else 0)
         case HaloRows(window):
             return 1000 + 7 * (sum(map(ord, window.name)) % 97)
-        case LoadedRows() | KeptRows() | PairEntries() | LineCount():
+        case LoadedRows() | KeptRows() | PairEntries() | LineCount() | AnyCount():
             return 1000 + 7 * index
         case PerRequest(times):
             return REQUESTS * times
-        case UpdateRanks():
+        case ReadRows():
+            return 3000 + 7 * (sum(map(ord, repr(size))) % 97)
+        case RowUnits(segments, heads):
+            return heads * rows_of(segments)
+        case TwinSize():
             return REQUESTS
     return size
 

@@ -52,7 +52,7 @@ class RankBatch:
         written: bool = False,
     ) -> RankBatch:
         """Return a batch; with `written`, its members' adapters are in the ranks' weights."""
-        terms = denoiser.adapters.terms(program)
+        terms = denoiser.adapters.terms(program.code)
         plain = program if terms is None else denoiser.programs[terms.code]
         if written:
             return cls(plain, recording, frame, calls, members, plain, None)

@@ -36,6 +36,7 @@ class Waits:
         step: A step.
         exchange: An exchange with other ranks.
         start: The start of a rank.
+        compile: A compile by Inductor, beside the ranks.
         silence: The time without a heartbeat, after which a process counts as stopped.
         stall: The time for which the thread of a step neither computes nor waits for a rank that
             does; then it counts as hung.
@@ -44,6 +45,7 @@ class Waits:
     step: float = 120.0
     exchange: float = 30.0
     start: float = 180.0
+    compile: float = 3600.0
     silence: float = 1.0
     stall: float = 1.0
 

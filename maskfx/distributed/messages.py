@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 from maskfx.distributed.division.partition import Partition
 from maskfx.distributed.exchanges.late_group import LateMember
 from maskfx.distributed.rank_step import RankPart
 from maskfx.ir.programs.head_sources import AttentionWays
+from maskfx.runtime.backends.code_run import CodeKey
 from maskfx.runtime.cache.rolling.shared_block import RollingContents, RollingState
 from maskfx.runtime.execution.twins import Changed
 from maskfx.runtime.steps import AnyStep
@@ -27,6 +29,58 @@ class Unneeded:
     recordings: tuple[int, ...] = ()
     adapters: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
+
+
+class WantedCode(NamedTuple):
+    """Code that a step lacked.
+
+    Args:
+        key: That of the graph.
+        changed: The parameters with low-rank terms, if its program has these; else None.
+    """
+
+    key: CodeKey
+    changed: Changed | None
+
+
+@dataclass(frozen=True)
+class CodeUse:
+    """What a step of a rank ran by compiled code, and what it ran by operators.
+
+    Args:
+        ran: Whether compiled code ran.
+        wanted: What ran by operators for lack of code.
+        failed: Code that fails on this rank, with the reason.
+    """
+
+    ran: bool = False
+    wanted: tuple[WantedCode, ...] = ()
+    failed: Mapping[CodeKey, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """A graph that a process without steps compiles.
+
+    Args:
+        wanted: What is compiled.
+        steps: Dense steps, one of which the program computes.
+        single: See `PartRequest`.
+        folder: Where the code is written.
+    """
+
+    wanted: WantedCode
+    steps: list[AnyStep]
+    single: bool
+    folder: str
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """The seconds that a compile took, and the most bytes that its process used."""
+
+    seconds: float
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -70,6 +124,7 @@ class PartRequest:
         reload: Whether programs were saved since the last step.
         written: Whether the members' adapters are in the weights, as a `WriteRequest` has put them;
             if not, what is there is taken out.
+        compiled: The code of graphs that there is, and where.
     """
 
     what: ClassVar[str] = "part"
@@ -90,6 +145,7 @@ class PartRequest:
     dropped: Unneeded = Unneeded()
     reload: bool = False
     written: bool = False
+    compiled: Mapping[CodeKey, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +158,7 @@ class PartResult:
         seconds: The time that it took.
         kept: The requests whose rows of this step it holds for the next one.
         cpu: The CPU time that its process took.
+        code: What ran by compiled code.
     """
 
     part: RankPart
@@ -109,6 +166,7 @@ class PartResult:
     seconds: float
     kept: tuple[int, ...] = ()
     cpu: float = 0.0
+    code: CodeUse = CodeUse()
 
 
 @dataclass(frozen=True)
@@ -119,7 +177,7 @@ class WholeRequest:
         steps: The members; edits have a `SentCache`, and adapters `SentLayers`.
         dropped: What the rank no longer needs.
         reload: Whether programs were saved since the last step.
-        written: See `PartRequest`.
+        written, compiled: See `PartRequest`.
     """
 
     what: ClassVar[str] = "whole"
@@ -127,6 +185,7 @@ class WholeRequest:
     dropped: Unneeded = Unneeded()
     reload: bool = False
     written: bool = False
+    compiled: Mapping[CodeKey, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -138,12 +197,14 @@ class WholeResult:
         seconds: The time that it took.
         cpu: The CPU time that its process took.
         sent: The bytes that it sent to other ranks: none.
+        code: What ran by compiled code.
     """
 
     results: list[object]
     seconds: float
     cpu: float = 0.0
     sent: int = 0
+    code: CodeUse = CodeUse()
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ The ranks hold the denoiser, over weights in shared memory or with a copy on a d
 and adapters, and read rows that steps replace where this process writes them. A step may run on any
 of them, in any number, and steps on disjoint sets of ranks run at the same time. If a rank dies or
 doesn't answer, the step runs again on the others; if none is left or a step can't be split, it runs
-in this process. Denoisers that Inductor compiles are refused, because ranks run operator by
-operator.
+in this process. With `inductor=True` a process beside the ranks compiles their graphs
+(`code_compiler.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from maskfx.distributed.rank_pool import Lease, NoRanks, RankPool
 from maskfx.distributed.rank_step import RankPrograms, joined
 from maskfx.distributed.ranks import Ranks
 from maskfx.distributed.ranks_in_place import NotWritten, RanksInPlace
-from maskfx.distributed.requests import part_requests
+from maskfx.distributed.requests import note_code, part_requests
 from maskfx.distributed.restarts import Restarts
 from maskfx.distributed.step_runs import ATTEMPTS, StepRuns
 from maskfx.distributed.unsupported import why_unsupported
@@ -278,6 +278,7 @@ class RankGroup:
                 )
                 requests = part_requests(self.pool, lease, part, batch.steps, self.late.alive)
             found = lease.processes.ask(requests)
+            note_code(self.pool, found.values(), batch.steps, batch.single)
             self.late.note(batch.steps, late, divisions, list(found.values()))
         chosen = next(result.part.choices for result in found.values())
         if chosen is not None:

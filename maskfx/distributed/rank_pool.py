@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from maskfx.distributed.code_compiler import CodeCompiler
 from maskfx.distributed.heartbeat import Waits
 from maskfx.distributed.processes import RankFailure, RankProcesses
 from maskfx.distributed.ranks import Ranks
@@ -71,6 +72,10 @@ class RankPool:
         self.places = ranks.placed(own_device(denoiser))
         self.ranks: RankProcesses | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="maskfx-ranks-")
+        self.code: CodeCompiler | None = None
+        if denoiser.settings.inductor:
+            self.code = CodeCompiler(self._held, Path(self._folder.name), waits)
+            denoiser.code.use(self.code)
         self._watch = Weights(denoiser.module)
         self._sendable = type(denoiser) is CompiledDenoiser and self._shared_weights()
         self.steps = SentSteps()
@@ -200,11 +205,9 @@ class RankPool:
             raise NoRanks("they were stopped" if self._stopped else "the module can't be sent")
         if self.ranks is None:
             self.denoiser.save_programs(Path(self._folder.name))
-            settings = replace(self.denoiser.settings, programs=self._folder.name)
-            held = self.denoiser.module, settings, self.denoiser.roles, self.threads
             try:
                 self.ranks = RankProcesses(
-                    held,
+                    self._held(),
                     self.places,
                     self.waits,
                     self._folder.name,
@@ -223,6 +226,11 @@ class RankPool:
             raise NoRanks("none can start" if self.ranks is None else "none is left")
         return self.ranks
 
+    def _held(self) -> tuple[object, ...]:
+        """Return what each process gets: the module, its settings and roles, and the threads."""
+        settings = replace(self.denoiser.settings, programs=self._folder.name)
+        return self.denoiser.module, settings, self.denoiser.roles, self.threads
+
     def _end(self) -> None:
         """End the ranks, after the steps that they compute."""
         if self.ranks is not None:
@@ -234,6 +242,9 @@ class RankPool:
     def stop(self) -> None:
         """End the ranks; a step in flight fails, and later leases are refused."""
         self._stopped = True
+        if self.code is not None:
+            self.code.stop()
+            self.denoiser.code.use(None)
         ranks = self.ranks
         if ranks is not None:
             ranks.kill()  # a waiting step ends at once

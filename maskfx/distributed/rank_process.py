@@ -35,6 +35,7 @@ from maskfx.distributed.messages import (
     WriteRequest,
     WriteResult,
 )
+from maskfx.distributed.rank_code import RankCode, compile_code
 from maskfx.distributed.rank_step import RankPrograms
 from maskfx.distributed.read_ahead import ReadBatch
 from maskfx.ir.many_objects import many_objects
@@ -79,6 +80,7 @@ class RankState:
     blocks: dict[int, RowBlock] = field(default_factory=dict)
     held: HeldRows = field(default_factory=lambda: HeldRows(0))
     late: LateGroup | None = None  # of the last step, until what it sends and receives is there
+    code: RankCode = field(default_factory=RankCode)
 
     def answer(self, what: str, *rest: Any) -> object:
         if what != "world":  # a new group is formed after failures; then nothing else arrives
@@ -103,6 +105,10 @@ class RankState:
                 return self.compute_whole(*rest)
             case "write":
                 return self.write(*rest)
+            case "compile":
+                assert self.denoiser is not None
+                assert self.programs is not None
+                return compile_code(self.denoiser, self.programs, *rest)
             case "ended":
                 self.held.drop(rest[0])
                 return self.held.nbytes
@@ -123,7 +129,8 @@ class RankState:
     ) -> None:
         torch.set_num_threads(threads)
         self.denoiser = CompiledDenoiser(module, settings, roles)
-        self.programs = RankPrograms(settings)
+        self.programs = RankPrograms(settings, self.code if settings.inductor else None)
+        self.denoiser.code.use(self.code)
         self.denoiser.in_place.private = self.device == CPU  # elsewhere it has its own weights
         self.denoiser.in_place.followers.append(self.programs.follow_weights)
 
@@ -185,7 +192,7 @@ class RankState:
             part = replace(part, emitted=tuple(v if v is None else moved(v, CPU) for v in emitted))
         kept = () if self.late is None else self.late.kept()
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-        return PartResult(part, group.sent, seconds, kept, cpu)
+        return PartResult(part, group.sent, seconds, kept, cpu, self.code.use(self.denoiser))
 
     def _await_device(self) -> None:
         """Wait until the device has computed what is queued; TimeoutError if an exchange fails."""
@@ -229,7 +236,8 @@ class RankState:
             self._read_ahead(steps)
             results = compute_steps(self.denoiser, steps)
             self._await_device()
-        return WholeResult(results, time.perf_counter() - start, time.process_time() - cpu)
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        return WholeResult(results, seconds, cpu, code=self.code.use(self.denoiser))
 
     def _read_ahead(self, steps: Sequence[AnyStep]) -> None:
         """Begin to read the rows in a store that the steps read, and then their next ones."""
@@ -257,6 +265,8 @@ class RankState:
         """Return the steps with their recordings and adapters; drop what isn't needed any more."""
         assert self.denoiser is not None
         assert self.programs is not None
+        if not isinstance(request, WriteRequest):
+            self.code.begin(request.compiled)
         for number in request.dropped.recordings:
             self.caches.pop(number, None)
         for number in request.dropped.blocks:

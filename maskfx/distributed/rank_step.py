@@ -24,12 +24,15 @@ from maskfx.ir.programs.head_sources import AttentionWays
 from maskfx.ir.programs.program import Program
 from maskfx.ir.programs.sources import Cached
 from maskfx.ops.exchange import Group, within
+from maskfx.runtime.backends.code_run import CodeKey, CodeRun, CodeSource
 from maskfx.runtime.backends.eager import PackedWeights, Runner
 from maskfx.runtime.backends.graph_function import Run
+from maskfx.runtime.backends.saved_code import load_code
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.execution.replays import has_known_sizes
 from maskfx.runtime.execution.stretch_steps import StretchSteps, choose_first
 from maskfx.runtime.lora.calls import adapted
 from maskfx.runtime.lora.stacks import StackCache
@@ -58,10 +61,15 @@ class RankPart:
 
 
 class RankPrograms:
-    """Runs the parts of ranks; keeps split programs, runners, layouts and frames between steps."""
+    """Runs the parts of ranks; keeps split programs, runners, layouts and frames between steps.
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    Args:
+        settings: How the denoiser is compiled.
+        code: Knows the code that another process compiles; None: all graphs run by operators.
+    """
+
+    def __init__(self, settings: Settings, code: CodeSource | None = None) -> None:
+        self.settings, self._code = settings, code
         self.layouts: LruCache[Hashable, RankLayout] = LruCache(FRAMES)
         self.frames: LruCache[Hashable, Frame] = LruCache(FRAMES)
         self.received: LruCache[Hashable, ExchangeOrigins] = LruCache(FRAMES)
@@ -137,6 +145,22 @@ class RankPrograms:
             lambda: ExchangeOrigins(layout, sent, device),
         )
 
+    def example(
+        self,
+        program: Program,
+        whole: Frame,
+        members: Sequence[Member],
+        attention: AttentionWays,
+        joined: bool,
+    ) -> tuple[Program, list[Tensor]]:
+        """Return a rank's program, and its inputs of a batch that two ranks share."""
+        split = self.split(program, attention, joined)
+        assert isinstance(split, SplitProgram), split
+        halves = Partition(((1.0, 1.0),) * len(members))
+        layout = self.layout(whole.layout, halves, 0)
+        frame = self._frame(split, (attention, joined), layout, whole)
+        return split.program, frame.inputs(members)
+
     @torch.no_grad()
     def run(
         self,
@@ -198,7 +222,7 @@ class RankPrograms:
     def _runner(
         self,
         own: Program,
-        way: Hashable,
+        way: tuple[AttentionWays, bool],
         recording: bool,
         frame: Frame,
         intercepted: bool,
@@ -210,7 +234,10 @@ class RankPrograms:
             if intercepted:
                 return Runner(module)
             module = fused(module, pointwise=ops.has_kernels(frame.device))
-            return Runner(module, self.settings.prepack and not recording, self._packed)
+            run = Runner(module, self.settings.prepack and not recording, self._packed)
+            if self._code is None or recording or not has_known_sizes(module.graph):
+                return run
+            return CodeRun(self._code, CodeKey(own.code, *way), own.module, run, load_code)
 
         return self._runners.find((own.code, way, recording, intercepted), made)
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from maskfx.distributed.messages import PartRequest, WholeRequest, WriteRequest
+from maskfx.distributed.messages import (
+    PartRequest,
+    PartResult,
+    WholeRequest,
+    WholeResult,
+    WriteRequest,
+)
 from maskfx.distributed.rank_child import RankProcess
 from maskfx.distributed.rank_pool import Lease, RankPool
+from maskfx.runtime.backends.code_run import CodeKey
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.steps import AnyStep, DenseStep
 
@@ -29,6 +36,7 @@ def part_requests(
         alive: The requests that haven't ended.
     """
     pool.save_programs()
+    compiled = code_of(pool)
     requests: dict[int, PartRequest] = {}
     for place, number in enumerate(lease.ranks):
         shares = [part.partition.has_part(m, place) for m in range(len(steps))]
@@ -37,7 +45,13 @@ def part_requests(
             own, gone, reload = pool.steps.sent(process, steps, shares)
             ended = tuple(process.runs.difference(alive))
             requests[number] = replace(
-                part, steps=own, place=place, ended=ended, dropped=gone, reload=reload
+                part,
+                steps=own,
+                place=place,
+                ended=ended,
+                dropped=gone,
+                reload=reload,
+                compiled=compiled,
             )
     return requests
 
@@ -51,7 +65,13 @@ def whole_requests(
         number: pool.steps.sent(lease.processes.all[number], own, [True] * len(own))
         for number, own in steps.items()
     }
-    return {number: WholeRequest(*own, written) for number, own in sent.items()}
+    compiled = code_of(pool)
+    return {number: WholeRequest(*own, written, compiled) for number, own in sent.items()}
+
+
+def code_of(pool: RankPool) -> dict[CodeKey, str]:
+    """Return the compiled code that there is, and where."""
+    return {} if pool.code is None else dict(pool.code.places)
 
 
 def write_requests(
@@ -60,3 +80,14 @@ def write_requests(
     """Return what ranks are asked for that write adapters into their weights."""
     step = DenseStep({}, updates)
     return {n: WriteRequest(*pool.steps.sent(one, [step], [True])) for n, one in processes.items()}
+
+
+def note_code(
+    pool: RankPool,
+    results: Iterable[PartResult | WholeResult],
+    steps: Sequence[AnyStep],
+    single: bool = False,
+) -> None:
+    """Have the code compiled that ranks lacked; see `CodeCompiler.note`."""
+    if pool.code is not None:
+        pool.code.note((one.code for one in results), steps, single)

@@ -23,7 +23,7 @@ from maskfx.distributed.messages import PartResult, WholeResult
 from maskfx.distributed.processes import RankFailure
 from maskfx.distributed.rank_pool import Lease, NoRanks, RankPool
 from maskfx.distributed.ranks_in_place import NotWritten, RanksInPlace
-from maskfx.distributed.requests import whole_requests
+from maskfx.distributed.requests import note_code, whole_requests
 from maskfx.distributed.samples import StepSamples, join_samples, shape_of
 from maskfx.runtime.cache.rolling.rolling_cache import RollingCache
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -264,6 +264,7 @@ class StepRuns:
         dealt_steps = {rank: [steps[n] for n in own] for rank, own in numbers.items()}
         requests = whole_requests(self._owner.pool, lease, dealt_steps, written)
         found: dict[int, WholeResult] = lease.processes.ask(requests)
+        note_code(self._owner.pool, found.values(), steps)
         results: dict[int, object] = {}
         for rank, result in found.items():
             results.update(zip(numbers[rank], result.results, strict=True))

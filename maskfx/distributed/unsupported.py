@@ -16,16 +16,16 @@ def why_unsupported(denoiser: CompiledDenoiser) -> str | None:
             "has exported graphs, which run in one process: use the module that they were "
             "exported from, or leave ranks out"
         )
-    if denoiser.settings.inductor:
-        return (
-            "is compiled by Inductor, and ranks run operator by operator: compile without "
-            "inductor=True, or leave ranks out"
-        )
     devices = {weight.device for weight in denoiser.module.parameters() if not weight.is_meta}
     if len(devices) > 1:
         return (
             f"has weights on {', '.join(sorted(map(str, devices)))}, and a rank computes on one "
             "device: move them to one, or leave ranks out"
+        )
+    if denoiser.settings.inductor and devices - {CPU}:
+        return (
+            f"is compiled by Inductor on {devices.pop()}, and ranks run its code on CPUs only: "
+            "compile without inductor=True, or leave ranks out"
         )
     there = device_of(denoiser.module)
     if there.type != own_device(denoiser).type:

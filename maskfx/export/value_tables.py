@@ -56,7 +56,7 @@ from maskfx.ir.programs.source_sizes import (
     RestRows,
     Rows,
     Size,
-    UpdateRanks,
+    TwinSize,
     lane_sizes,
     sizes_of,
 )
@@ -220,7 +220,7 @@ class ValueTables:
             case (
                 RankGroups() | Down() | Up() | OwnWeights() | OwnBiases() | OwnGroups() | Updated()
             ):
-                raise AssertionError("a twin for adapters isn't exported")
+                raise AssertionError("a twin for adapters or ranks isn't exported")
         raise AssertionError(f"{source} is an input of a rank, which isn't exported")
 
     def given(self, value: Given) -> Item:
@@ -297,8 +297,8 @@ class ValueTables:
                 return self.dimension(f"lines_{axis}_{slug(segments)}", kind="lines", **what)
             case KeptRows():
                 raise AssertionError("no format has operators for such a program yet")
-            case UpdateRanks():
-                raise AssertionError("a twin for adapters isn't exported")
+            case TwinSize():
+                raise AssertionError("a twin for adapters or ranks isn't exported")
 
     def full_dims(self, lane: Lane) -> list[int | str]:
         """Return the dimensions of a full value of one request."""

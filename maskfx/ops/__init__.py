@@ -13,6 +13,7 @@ May import: nothing of maskfx. Begin with `attention.py`.
 from maskfx.ops.attention import attend, attend_flops
 from maskfx.ops.base import numbers, wide
 from maskfx.ops.exchange import (
+    after,
     attend_part,
     exchange,
     exchange_normed,
@@ -63,7 +64,7 @@ FUSED = (window_product, norm_activation, gated, modulate, add_gated, attend_pac
 # of graphs that are split over ranks
 EXCHANGES = (
     *(exchange, peer_moments, peer_sums, sum_ranks, attend_part, merge_parts),
-    *(exchange_normed, to_heads, from_heads),
+    *(exchange_normed, to_heads, from_heads, after),
 )
 cuda.register()
 cpu.register()
@@ -77,6 +78,7 @@ __all__ = [
     "add_changes",
     "add_gated",
     "add_low_rank",
+    "after",
     "own_linear",
     "attend",
     "attend_flops",

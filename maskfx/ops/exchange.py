@@ -53,10 +53,12 @@ def group_of_step() -> Group:
     return _current.group
 
 
-def _exchange(
+def exchanged(
     values: Sequence[Tensor], send: Tensor, counts: Tensor, order: Tensor, number: int
 ) -> list[Tensor]:
-    """Return the rows that this rank reads, in the batch's order: its own and other ranks'.
+    """Return the rows at the places of `order` in [own rows | received rows] of each value.
+
+    The results are copies, also where nothing is exchanged, as compiled code expects it.
 
     Args:
         values: Values with the same rows; their features travel in one message.
@@ -65,17 +67,6 @@ def _exchange(
         order: For each row of the result, its place in [own rows | received rows].
         number: The exchange's number.
     """
-    sent, received = counts.tolist()
-    alone = not any(sent) and not any(received)
-    if alone and all(len(value) == len(order) for value in values):
-        return list(values)  # both are in the batch's order
-    return exchanged(values, send, counts, order, number)
-
-
-def exchanged(
-    values: Sequence[Tensor], send: Tensor, counts: Tensor, order: Tensor, number: int
-) -> list[Tensor]:
-    """Return the rows at the places of `order` in [own rows | received rows] of each value."""
     sent, received = counts.tolist()
     if not any(sent) and not any(received):
         return [value.index_select(0, order) for value in values]
@@ -105,7 +96,7 @@ def _width(value: Tensor) -> int:
 
 exchange = define(
     "exchange(Tensor[] values, Tensor send, Tensor counts, Tensor order, int number) -> Tensor[]",
-    _exchange,
+    exchanged,
     lambda values, send, counts, order, number: [
         value.new_empty(order.shape[0], *value.shape[1:]) for value in values
     ],
@@ -196,9 +187,8 @@ def _exchange_normed(
             moments, found = arrived[rank].tensor_split([own.nbytes])
             others.append(moments.view(own.dtype).view(own.shape))
             incoming[rank] = found.view(flat.dtype).view(incoming[rank].shape)
-    if any(received) or len(order) != len(rows):
-        flat = torch.cat([flat, *incoming]).index_select(0, order)
-    return flat.reshape(len(order), *rows.shape[1:]), merged_moments(rest, others)
+    found = (torch.cat([flat, *incoming]) if any(received) else flat).index_select(0, order)
+    return found.reshape(len(order), *rows.shape[1:]), merged_moments(rest, others)
 
 
 def _packed(moments: Tensor, rows: Tensor) -> Tensor:
@@ -234,7 +224,8 @@ peer_sums = define(
 
 
 def _sum_ranks(value: Tensor, peers: Tensor, number: int) -> Tensor:
-    return torch.stack([value, *_from_peers(value.contiguous(), peers, number)]).sum(0)
+    own = value.clone(memory_format=torch.contiguous_format)  # it may be sent after the operator
+    return torch.stack([own, *_from_peers(own, peers, number)]).sum(0)
 
 
 sum_ranks = define(
@@ -291,4 +282,11 @@ merge_parts = define(
     "-> Tensor",
     _merge_parts,
     lambda out, weight, send, counts, order, number: out.new_empty(order.shape[1], *out.shape[1:]),
+)
+
+
+after = define(
+    "after(Tensor value, Tensor before) -> Tensor",
+    lambda value, before: value.clone(),
+    lambda value, before: torch.empty_like(value),
 )

@@ -76,6 +76,7 @@ class CompiledDenoiser:
         self.compiled_with = self._loads.given
         self._weights = self._find_weights()
         self._executor = BatchExecutor(settings, loader, self._weights.recorded)
+        self.code = self._executor.graphs.code
         self._known = self._find_programs(roles)
         self._samples = SampleCalls(module, self._known)
         self._batches = StepBatches(

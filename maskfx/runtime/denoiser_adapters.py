@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from maskfx.ir.programs.program import Program
 from maskfx.runtime.execution.executor import BatchExecutor
 from maskfx.runtime.execution.twins import Terms
 from maskfx.runtime.lora.adapter import Updates
@@ -30,9 +29,9 @@ class DenoiserAdapters:
         """Return checked adapters with the weights that they change; None if nothing acts."""
         return self._sets.of(adapters)
 
-    def terms(self, program: Program) -> Terms | None:
+    def terms(self, code: str) -> Terms | None:
         """Return what another process makes a twin of; None for a program without adapters."""
-        return self._executor.twins.terms_of(program)
+        return self._executor.twins.terms_of(code)
 
     def drop(self, gone: Collection[int]) -> None:
         """Release all that was made of updates, given by the ids of their `Layers`."""

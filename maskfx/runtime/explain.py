@@ -19,6 +19,7 @@ from maskfx.ir.modules.number_settings import spelled
 from maskfx.ir.nodes import ancestors, module_path
 from maskfx.ir.programs.head_sources import AttentionWay, ByHead
 from maskfx.ir.programs.program import Program, SideGraph
+from maskfx.runtime.backends.code_run import CodeElsewhere
 from maskfx.runtime.batch import flops
 from maskfx.runtime.batch.flops import RowSet
 from maskfx.runtime.dense_ways import DenseWays
@@ -42,6 +43,7 @@ class Explained(Protocol):
 
     dense_ways: DenseWays
     in_place: InPlace
+    code: CodeElsewhere
 
     @property
     def compilations(self) -> Sequence[Compilation]: ...
@@ -79,6 +81,8 @@ def explain(denoiser: Explained, mask_ratio: float = 0.1) -> str:
         lines += ["", f"{MEASURED}, if their sizes differ:", *ways]
     lines += ["", f"Cached rows are loaded {denoiser.loads}."]
     lines += ["", f"Steps whose masks come again {denoiser.replays}."]
+    for line in denoiser.code.lines():
+        lines += ["", line]
     if in_place := denoiser.in_place.describe():
         lines += ["", in_place]
     for why in denoiser.stays_alone:

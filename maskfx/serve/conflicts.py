@@ -24,7 +24,6 @@ def conflicts(settings: ServeSettings) -> Iterator[str]:
                 "overlap=on": settings.overlap == "on" and loads,
                 "plans=on": settings.plans == "on" and loads,
                 "link_bandwidth": settings.link_bandwidth is not None and loads,
-                "inductor=true": settings.inductor and "ranks run operator by operator",
             },
         )
     yield from rank_conflicts(settings)

@@ -11,30 +11,43 @@ from math import prod
 
 from maskfx.ir.geometry.lanes import Batch, Lane, grid_segment
 from maskfx.ir.geometry.pyramid import Window
+from maskfx.ir.programs.head_sources import ByHead, HeadRestSpans, HeadShare, HeadSpans
 from maskfx.ir.programs.program import Tap
 from maskfx.ir.programs.sources import (
     Calls,
     CallSpans,
     Down,
     Enter,
+    Exchanged,
     Given,
     Halo,
     Kept,
+    KeySpans,
     LinePairs,
     Lines,
     Loaded,
+    Merged,
     Neighbours,
     OwnBiases,
     Owner,
     OwnGroups,
+    OwnSpans,
     OwnWeights,
     Pairs,
     PairTable,
     Parents,
+    Peers,
+    Places,
     RankGroups,
+    Reader,
+    ReadLines,
+    ReadOwner,
+    ReadSpans,
     Requests,
     Rest,
     RestOwner,
+    RestShare,
+    RestShareSpans,
     RestSpans,
     RestStats,
     RestSum,
@@ -114,11 +127,36 @@ class LineCount:
     axis: str
 
 
+class TwinSize:
+    """A size of an input that only twins for adapters, or for the ranks of a step, have."""
+
+
 @dataclass(frozen=True)
-class UpdateRanks:
+class UpdateRanks(TwinSize):
     """The number of ranks of a layer's updates, of own parameters, or of groups that share some."""
 
     weight: str
+
+
+@dataclass(frozen=True)
+class ReadRows(TwinSize):
+    """The number of rows of `segments` that a rank of a step has after an exchange."""
+
+    segments: tuple[str, ...]
+    reader: Reader | None
+
+
+@dataclass(frozen=True)
+class RowUnits(TwinSize):
+    """The number of rows of a row set, times a number of heads."""
+
+    segments: tuple[str, ...]
+    heads: int
+
+
+@dataclass(frozen=True)
+class AnyCount(TwinSize):
+    """A number that no size of another input is equal to in every batch."""
 
 
 VaryingSize = (
@@ -130,7 +168,7 @@ VaryingSize = (
     | KeptRows
     | PairEntries
     | PerRequest
-    | UpdateRanks
+    | TwinSize
     | LineCount
 )
 Size = int | VaryingSize
@@ -196,7 +234,45 @@ def sizes_of(
             return UpdateRanks(weight), *(value or ())[1:]
         case Updated():
             return tuple(value or ())
-    raise AssertionError(f"the sizes of an input of a rank are known to its frame: {source}")
+    return rank_sizes_of(source, taps)
+
+
+def rank_sizes_of(source: Source, taps: Mapping[str, Tap]) -> tuple[Size, ...]:
+    """Return the sizes of an input that only the graphs of ranks have."""
+    free = AnyCount()
+    match source:
+        case Exchanged("order", segments, reader) | ReadOwner(segments, reader):
+            return (ReadRows(segments, reader),)
+        case (
+            Exchanged(part) | Merged("send" | "counts" as part) | ByHead("send" | "counts" as part)
+        ):
+            return (2, free) if part == "counts" else (free,)
+        case Merged("order", segments):
+            return free, Rows(segments)
+        case ByHead("order", segments, heads, back):
+            return (RowUnits(segments, heads) if back else free,)
+        case ReadSpans(segments) | KeySpans(segments) | OwnSpans(segments):
+            return PerRequest(), 2 * len(segments)
+        case RestShareSpans(segments):
+            return PerRequest(), 2 * len(segments)
+        case HeadSpans() | HeadRestSpans():
+            return free, 2
+        case ReadLines(Lines(part, _, axis) as lines, reader):
+            if part in ("spans", "rest_spans"):
+                return LineCount(lines.segments, axis), 2
+            if part.startswith("rest_"):
+                return (free,)
+            return (ReadRows(lines.segments, reader),)
+        case Places(segments):
+            return (Rows(segments),)
+        case Peers():
+            return (free,)
+        case RestShare(tap):
+            return free, *taps[tap].shape
+        case HeadShare(tap, _, heads):
+            _, *depth = taps[tap].shape
+            return free, 1, *depth
+    raise AssertionError(f"an input without sizes: {source}")
 
 
 def lane_sizes(lane: Lane) -> tuple[Size, ...]:

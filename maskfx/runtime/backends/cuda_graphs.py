@@ -174,7 +174,7 @@ def piecewise(
     module: fx.GraphModule,
     waited: Collection[str],
     recorder: Recorder | None,
-) -> PieceRunner:
+) -> PieceRunner[Piece]:
     """Return what runs a graph in pieces, and captures those that read nothing on the host.
 
     Args:

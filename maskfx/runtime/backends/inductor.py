@@ -7,7 +7,8 @@ these symbols, without guards: masks, sizes and numbers of requests are data.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.standalone_compile import CompiledArtifact
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
@@ -55,18 +57,7 @@ def compile_rows(
     """
     global compiles
     compiles += 1
-    on_cpu = all(value.device.type == "cpu" for value in inputs)
-    with (
-        torch.no_grad(),
-        # blocks of the same graph share code; names of their symbols don't exist outside of each
-        inductor_config.patch(
-            {
-                "freezing": settings.prepack,
-                "unsafe_skip_cache_dynamic_shape_guards": True,
-                **({"cpp.simdlen": vector_bits()} if on_cpu else {}),
-            }
-        ),
-    ):
+    with configured(inputs, freezing=settings.prepack):
         exported = exported_rows(program, module, inputs)
         try:
             pieces = cut(exported, at_inputs(exported, waited), sizes_behind(exported))
@@ -76,6 +67,24 @@ def compile_rows(
                 raise
             log.warning("compiled as a whole, which waits for all loads first: %s", error)
         return compile_rows(program, module, settings, inputs)
+
+
+@contextmanager
+def configured(inputs: Sequence[Tensor], freezing: bool) -> Iterator[None]:
+    """Let Inductor compile graphs for any number of rows, for the device of their inputs."""
+    on_cpu = all(value.device.type == "cpu" for value in inputs)
+    with (
+        torch.no_grad(),
+        # blocks of the same graph share code; names of their symbols don't exist outside of each
+        inductor_config.patch(
+            {
+                "freezing": freezing,
+                "unsafe_skip_cache_dynamic_shape_guards": True,
+                **({"cpp.simdlen": vector_bits()} if on_cpu else {}),
+            }
+        ),
+    ):
+        yield
 
 
 @cache
@@ -101,13 +110,17 @@ def exported_rows(
     program: Program, graph: fx.GraphModule, inputs: Sequence[Tensor]
 ) -> fx.GraphModule:
     """Return a program's graph with symbolic numbers of rows, whose inputs have their names."""
-    named = dict(zip(program.interface.inputs, inputs, strict=True))
+    given = dict(zip(program.interface.inputs, inputs, strict=True))
+    named = {str(node.target): given[str(node.target)] for node in placeholders(graph)}
     module = export_rows(program, with_fusible_norms(graph), named).module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
-    places = module.graph.find_nodes(op="placeholder")
-    for node, name in zip(places, program.interface.inputs, strict=True):
+    for node, name in zip(placeholders(module), named, strict=True):
         node.target = name
     return module
+
+
+def placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return list(module.graph.find_nodes(op="placeholder"))
 
 
 def sizes_behind(module: fx.GraphModule) -> Also:
@@ -163,17 +176,11 @@ def plain_symbol(size: object) -> sympy.Symbol | None:
 
 def compile_piece(piece: Piece) -> Run:
     """Compile one piece for inputs whose sizes are related as in the graph it was cut from."""
-    places = piece.module.graph.find_nodes(op="placeholder")
-    mode, inputs = fresh_fakes([node.meta["val"] for node in places])
-    for node in piece.module.graph.output_node().all_input_nodes:
-        node.meta["example_value"] = mode.from_tensor(torch.empty(()))  # names the mode to Inductor
-    artifact = inductor.standalone_compile(
-        fx.GraphModule(piece.module, piece.module.graph),  # of a class that is cached on disk
-        inputs,
-        dynamic_shapes="from_graph",
-        # else it copies the weights, and sees no changes of them; packed ones are copies anyway
-        donate_graph_module=not inductor_config.freezing,
-    )
+    mode, inputs = fresh_fakes([node.meta["val"] for node in placeholders(piece.module)])
+    # of a class that is cached on disk
+    module = fx.GraphModule(piece.module, piece.module.graph)
+    # else it copies the weights, and sees no changes of them; packed ones are copies anyway
+    artifact = compiled(module, mode, inputs, donated=not inductor_config.freezing)
     names = [*piece.values, *piece.inputs]
 
     def run(fetch: Fetch) -> object:
@@ -181,6 +188,17 @@ def compile_piece(piece: Piece) -> Run:
             return artifact(*map(fetch, names))
 
     return run
+
+
+def compiled(
+    module: fx.GraphModule, mode: FakeTensorMode, inputs: Sequence[Any], donated: bool
+) -> CompiledArtifact:
+    """Compile a graph for fake inputs of a mode."""
+    for node in module.graph.output_node().all_input_nodes:
+        node.meta["example_value"] = mode.from_tensor(torch.empty(()))  # names the mode to Inductor
+    return inductor.standalone_compile(
+        module, list(inputs), dynamic_shapes="from_graph", donate_graph_module=donated
+    )
 
 
 def fresh_fakes(values: Sequence[object]) -> tuple[FakeTensorMode, list[Any]]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor, fx
 
-from maskfx.compiler.pieces import Piece
 from maskfx.runtime.backends.eager import first_uses
 from maskfx.runtime.backends.graph_function import Fetch, Run
 
@@ -19,7 +18,23 @@ PRODUCTS = (
 )
 
 
-class PieceRunner:
+class PieceEnds(Protocol):
+    """What a piece of a graph takes and returns; see `maskfx.compiler.pieces.Piece`."""
+
+    @property
+    def values(self) -> tuple[str, ...]: ...
+
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+
+    @property
+    def results(self) -> tuple[str, ...]: ...
+
+
+Ends = TypeVar("Ends", bound=PieceEnds)
+
+
+class PieceRunner(Generic[Ends]):
     """Runs one graph; calling it with `fetch` returns what the whole graph would return.
 
     Args:
@@ -28,7 +43,7 @@ class PieceRunner:
             earlier pieces by name.
     """
 
-    def __init__(self, pieces: Sequence[Piece], compile_piece: Callable[[Piece], Run]) -> None:
+    def __init__(self, pieces: Sequence[Ends], compile_piece: Callable[[Ends], Run]) -> None:
         self.pieces = list(pieces)
         self._runs = [compile_piece(piece) for piece in pieces]
         self._last = {name: i for i, piece in enumerate(pieces) for name in piece.values}

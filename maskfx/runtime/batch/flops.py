@@ -34,7 +34,7 @@ from maskfx.ir.programs.source_sizes import (
     RestRows,
     Rows,
     Size,
-    UpdateRanks,
+    TwinSize,
     row_set,
     sizes_of,
 )
@@ -271,8 +271,8 @@ def number_of(size: Size, sites: ActiveSites, batch: int) -> int:
             return batch * heads * (active(queries) if queries else 1) * whole(keys)
         case PerRequest(times):
             return batch * times
-        case UpdateRanks():
-            raise AssertionError("a twin for adapters isn't counted")
+        case TwinSize():
+            raise AssertionError("a twin for adapters or ranks isn't counted")
 
 
 # Captured graphs, whose shapes are known from the capture.

@@ -20,8 +20,10 @@ from maskfx.compiler.pieces import sink_late
 from maskfx.config import Settings
 from maskfx.ir.programs.program import Program
 from maskfx.ir.programs.sources import Cached
+from maskfx.runtime.backends.code_run import CodeElsewhere, CodeKey, CodeRun
 from maskfx.runtime.backends.eager import PackedWeights, Runner
 from maskfx.runtime.backends.graph_function import Fetch, Run
+from maskfx.runtime.backends.saved_code import load_code
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.packed_keys import packed_inputs, with_packed
@@ -87,6 +89,7 @@ class GraphRuns:
     ) -> None:
         self.settings = settings
         self.source: GraphSource | None = None
+        self.code = CodeElsewhere(lambda: self.runners.clear())
         self.packed: PackedWeights = WeakIdKeyDictionary()
         self.runners: dict[RunnerKey, Run] = {}
         self.by_stretch = StretchSteps()
@@ -264,6 +267,7 @@ class GraphRuns:
             module = sink_late(module, late)
         compiles = self.settings.inductor and not recording and has_known_sizes(module.graph)
         kernels = ops.has_kernels(batch.frame.device)
+        elsewhere, compiles = compiles and self.code.source, compiles and not self.code.source
         # with `prepack`, Inductor packs the weights of the products that it sees
         if kernels or not (compiles and self.settings.prepack):
             module = fused(module, packed, pointwise=kernels and not compiles)
@@ -279,7 +283,10 @@ class GraphRuns:
 
             waited, recorder = self._waited(program, late), recorder_on(batch.frame.device)
             return piecewise(program.interface, module, waited, recorder)
-        return Runner(module, self.settings.prepack and not recording, self.packed)
+        run = Runner(module, self.settings.prepack and not recording, self.packed)
+        if not elsewhere or late:
+            return run
+        return CodeRun(elsewhere, CodeKey(program.code), program.module, run, load_code)
 
     def _waited(self, program: Program, late: frozenset[str]) -> frozenset[str]:
         """Return the inputs that may arrive while the graph runs."""

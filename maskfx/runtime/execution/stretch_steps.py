@@ -39,7 +39,7 @@ Together = Callable[[int, dict[int, Sums]], dict[int, Sums]]
 class StretchRunner:
     """The graph of a program that records, in pieces, and the nodes that are its taps."""
 
-    pieces: PieceRunner
+    pieces: PieceRunner[Piece]
     taps: Mapping[str, str]
 
 

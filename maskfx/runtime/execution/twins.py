@@ -88,13 +88,13 @@ class Twins:
         code = self._base.get(program.code)
         return {} if code is None else self._originals[code]
 
-    def terms_of(self, program: Program) -> Terms | None:
-        """Return what makes a twin in another process too; None for other programs."""
-        code = self._base.get(program.code)
+    def terms_of(self, twin: str) -> Terms | None:
+        """Return what makes the twin of this code elsewhere too; None for other programs."""
+        code = self._base.get(twin)
         if code is None:
             return None
         twins = self._twins[code].items()
-        return Terms(code, next(own for own, twin in twins if twin.program is program))
+        return Terms(code, next(own for own, made in twins if made.program.code == twin))
 
     def with_terms(self, program: Program, changed: Changed) -> Program:
         """Return the twin with terms on exactly these parameters (`terms_of`)."""
