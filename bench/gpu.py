@@ -3,8 +3,8 @@
 Checks the oracle in fp32, bf16 and fp16, and two ranks on one device (with two GPUs also over
 NCCL), checks and measures the operators that have kernels, and then measures denoisers of real
 depth and width with random weights: edits against the module as diffusers runs it, as one CUDA
-graph, and as one with compiled blocks, the host's share of a step, loads from host memory, FLOPs
-against the device's own peak, and memory.
+graph, and as one with compiled blocks, the host's share of a step, loads from host memory, a
+ControlNet in a process of its own, FLOPs against the device's own peak, and memory.
 
 Each part is written to the result when it ends, and parts that are there for the same commit and
 device are skipped, so a run can be cut into pieces: `--seconds 420` begins no part after that time.
@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 import maskfx
 from bench import harness, kernels, masks, shapes
+from bench.gpu_nets import nets
 from bench.harness import Figure, alternate, count_flops, figure, ratio
 from bench.ranks import on_devices
 from bench.shapes import Inputs, Shape
@@ -424,6 +425,7 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[
         given = shape, build, device, backend, options.rounds
         yield f"ranks {backend}", partial(on_devices.check, *given)
     own = torch.float32 if options.small else torch.bfloat16
+    yield "nets", partial(nets, device, options.rounds, options.small)
     yield "kernels", partial(operators, device, own, options.rounds, options.small)
     if options.small:
         large, dtype = [shapes.choose(name, True) for name in ("a", "c")], torch.float32
@@ -466,6 +468,9 @@ def line(name: str, found: dict[str, Any]) -> str:
         return f"{name}: failed: {found['failed']}"
     if "correct" in found:
         lines = [f"{name}: error {found['error']:.1e}, {verdict(found)}"]
+        if "in_line_over_process" in found:
+            times = found["in_line_over_process"]["median"]
+            lines.append(f"  in a process of its own {times:.2f}x as fast as in line")
         for case, row in found.get("cases", {}).items():
             lines.append(
                 f"  {case}: {row['times']:.2f}x the plain operator, {row['of_roofline']:.0%} of "

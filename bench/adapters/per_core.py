@@ -14,7 +14,9 @@ which other work on the machine disturbs less than wall time:
   main process, and of the nets' processes.
 
 The bound is diffusers' processor seconds over those of the bare modules: what free loading and a
-free runtime would give. Writes adapters-per-core-SCALE.json to bench/results.
+free runtime would give. Katz's equations 1 and 2 and Gustafson's bound are printed beside it, from
+parts that are timed in a run of diffusers (bench/adapters/latency_model.py). Writes
+adapters-per-core-SCALE.json to bench/results.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import argparse
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import maskfx
 from bench import harness
+from bench.adapters.latency_model import line, measured
 from bench.adapters.settings import Bed, Side
 from bench.adapters.workflow import SCALES, Setting, nets_of
 from bench.report import columns
@@ -100,7 +104,9 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
             note("maskfx", lambda: bed.ours(engine, side, asked.batch), asked.batch)
     flops = flops_of(bed)
     share = products_share(bed.plain, bed.call(0, masked=True))
+    katz = measured(bed.plain, partial(bed.call, 0, True), bed.nets, bed.files(0))
     return {
+        **katz.report(),
         "asked": ASKED,
         "flops_of_a_picture": flops,
         "share_of_time_in_products": share,
@@ -138,6 +144,7 @@ def main(given: list[str]) -> int:
     for name, own in found["processor_seconds_of_a_picture"].items():
         rows.append([name, f"{own['median']:.3f}"])
     print(columns(rows))
+    print(line(found))
     print(
         f"products take {found['share_of_time_in_products']:.2f} of diffusers' time; per processor "
         f"second {found['maskfx_over_diffusers']['median']:.2f} times diffusers' pictures; bound "

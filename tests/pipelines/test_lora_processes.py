@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -139,3 +141,47 @@ def test_many_files_are_registered_without_being_read(tmp_path: Path) -> None:
             adapters.register("../a", tmp_path / "a6.safetensors")
     finally:
         adapters.close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_leaks")
+@pytest.mark.parametrize("loads", [None, 10])
+def test_ten_files_at_once_for_requests_that_wait(
+    tmp_path: Path, pipe: Any, loads: int | None
+) -> None:
+    """Each request gets the weights of its file, by no more processes than may load at a time."""
+    paths = [save_lora(tmp_path / f"{n}.safetensors", pipe, seed=n) for n in range(10)]
+    tensors = [load_file(path) for path in paths]
+    adapters = Adapters() if loads is None else Adapters(loads=loads)
+    most = loads or default_loads()
+    seen, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            seen[0] = max(seen[0], len(adapters._loader._busy))
+
+    def request(number: int) -> int:
+        layers = held(adapters, paths[number % 10], pipe).adapter().parts["transformer"]
+        for layer, update in layers.items():
+            wanted = tensors[number % 10][f"transformer.{layer}.lora_A.weight"]
+            assert torch.equal(update.down, wanted)
+        return len(layers)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with ThreadPoolExecutor(30) as threads:
+            found = list(threads.map(request, range(30), timeout=240))
+        counts = adapters.counts()
+    finally:
+        done.set()
+        watcher.join()
+        adapters.close()
+    assert found == [len(one) // 2 for one in tensors] * 3
+    assert (counts.loads, counts.failures, adapters.restarts) == (10, 0, 0)
+    assert 1 < seen[0] <= most
+
+
+def default_loads() -> int:
+    found: int = inspect.signature(Adapters).parameters["loads"].default
+    return found

@@ -10,7 +10,8 @@ import maskfx
 from maskfx import EditStep
 from maskfx.errors import InputError
 from maskfx.runtime.lora.patch import WeightPatch, patched
-from tests.factories.lora import merged, update_of
+from tests.factories.lora import KINDS, merged, update_of
+from tests.factories.zoo import ZOO
 from tests.passes.tools import error
 from tests.runtime.backends.test_inductor import MASKS, SIZES, Stack, inputs
 
@@ -77,3 +78,19 @@ def test_a_compiled_denoiser_follows_its_weights() -> None:
         assert error(found, plain) > 1e-3
         assert error(denoiser.edit([EditStep(call, mask, cache)])[0], wanted) < 1e-5
     assert torch.equal(denoiser.record(**call)[0], plain)
+
+
+@pytest.mark.parametrize("name", ["UNet2DConditionModel-nomid", "FluxTransformer2DModel"])
+def test_a_thousand_patches_of_all_layers_leave_no_trace(name: str) -> None:
+    """Of a real denoiser: every weight of a linear layer or a convolution changes in each cycle."""
+    module = ZOO[name].build()
+    before, weights = weights_of(module), list(module.state_dict().values())
+    layers = [one for one in module.modules() if isinstance(one, KINDS)]
+    updates = [update_of(module, 1 + seed % 4, seed, weight=0.5 + seed) for seed in range(8)]
+    originals = [layer.weight.detach().clone() for layer in layers]
+    for number in range(1000):
+        with patched(module, [updates[number % 8]]):
+            if number < len(updates):
+                pairs = zip(layers, originals, strict=True)
+                assert not any(torch.equal(layer.weight, value) for layer, value in pairs)
+        assert all(map(torch.equal, before, weights)), number

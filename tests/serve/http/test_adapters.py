@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from maskfx.errors import InputError
+from maskfx.runtime.lora.registry import Adapters
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.adapter_names import AdapterNames
 from maskfx.serve.metrics import CacheCounts, Metrics
 from maskfx.serve.request import loras_in
 from tests.serve.http.test_refusals import check
-from tests.serve.served import MASK, Served, served
+from tests.serve.launched import served as launched
+from tests.serve.served import MASK, PICTURE, Served, served
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +101,33 @@ def test_requests_name_adapters_with_weights_or_as_part_of_the_model(server: Ser
     check(server.edit(lora=",".join(["ink"] * 9)), "invalid_value", "lora")
     check(server.edit(model="fake/model:none"), "lora_not_found", "model")
     check(server.edit(model="fake/model:ink", lora="ink"), "invalid_value", "lora")
+
+
+@pytest.mark.slow
+def test_ten_thousand_files_are_listed_and_named(tmp_path: Path) -> None:
+    """By a launched server; `Adapters` of its workers registers the files without reading them."""
+    count, seconds = 10_000, 20.0
+    for number in range(count):
+        (tmp_path / f"style-{number:05}.safetensors").write_bytes(b"12345")
+    began = time.monotonic()
+    assert "style-09999" in Adapters(tmp_path)
+    assert time.monotonic() - began < seconds
+    with (
+        launched(60, lora_dir=str(tmp_path)) as server,
+        httpx.Client(base_url=server.url, timeout=seconds) as client,
+    ):
+        names = [f"style-{number:05}" for number in range(count)]
+        assert [one["id"] for one in client.get("/v1/adapters").json()["data"]] == names
+        base, *others = client.get("/v1/models").json()["data"]
+        assert base["maskfx"]["loras"] == names
+        assert [one["id"] for one in others] == [f"{base['id']}:{name}" for name in names]
+        assert not any("loras" in one["maskfx"] for one in others), "each would list all"
+        last = client.get(f"/v1/models/{base['id']}:style-09999").json()
+        assert last == others[-1]
+        given, files = {"prompt": "a cat"}, {"image": PICTURE, "mask": MASK}
+        for more in ({"lora": "style-04999:0.5"}, {"model": f"{base['id']}:style-00000"}):
+            made = client.post("/v1/images/edits", files=files, data={**given, **more})
+            assert made.status_code == 200, made.text
+        given["lora"] = "style-10000"
+        unknown = client.post("/v1/images/edits", files=files, data=given)
+        check(unknown, "lora_not_found", "lora")
