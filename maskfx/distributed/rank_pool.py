@@ -90,13 +90,13 @@ class RankPool:
         self.code: CodeCompiler | None = None
         if denoiser.settings.inductor:
             self.code = CodeCompiler(self._held, Path(self._folder.name), waits)
-            denoiser.code.use(self.code)
         self._watch = Weights(denoiser.module)
         self.ranged = True  # ranks read rows in a store by themselves
         self._sendable = type(denoiser) is CompiledDenoiser and can_be_sent(denoiser.module)
         if self._sendable:
             denoiser.share_memory()
             self._watch.restart()
+            denoiser.code.use(self.code)
         # recording -> its number
         self._numbers: MutableMapping[StepCache, int] = WeakIdKeyDictionary()
         self._files: LruCache[int, SharedValue] = LruCache(FILES)  # by a recording's number
@@ -224,6 +224,7 @@ class RankPool:
             except (OSError, EOFError, Unsendable, RankFailure) as error:
                 log.warning("no ranks for %s: %s", type(self.denoiser.module).__name__, error)
                 self._sendable = False
+                self._compile_here()
         elif self.ranks.size < self.wanted:
             try:
                 self.ranks.refill()
@@ -232,6 +233,11 @@ class RankPool:
         if self.ranks is None or not self.ranks.size:
             raise NoRanks("none can start" if self.ranks is None else "none is left")
         return self.ranks
+
+    def _compile_here(self) -> None:
+        """Let this process compile again what it computes."""
+        with self.denoiser.locked():
+            self.denoiser.code.use(None)
 
     def _held(self) -> tuple[object, ...]:
         """Return what each process gets: the module, its settings and roles, and the threads."""
@@ -251,12 +257,12 @@ class RankPool:
         self._stopped = True
         if self.code is not None:
             self.code.stop()
-            self.denoiser.code.use(None)
         ranks = self.ranks
         if ranks is not None:
             ranks.kill()  # a waiting step ends at once
         with self._changing:
             self._end()
+        self._compile_here()
         weakref.finalize(self, self._folder.cleanup)()
 
     # What the processes hold.
