@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch.utils import _pytree as pytree
@@ -49,6 +50,7 @@ class CodeCompiler:
         self.results: dict[CodeKey, CompileResult] = {}
         self.failed: dict[CodeKey, str] = {}
         self._lacked: Counter[CodeKey] = Counter()
+        self._again_once: set[CodeKey] = set()  # what a second process compiles
         self._queue: deque[CompileRequest] = deque()
         self._lock = threading.Lock()  # guards the queue and the process
         self._process: RankProcess | None = None
@@ -107,8 +109,7 @@ class CodeCompiler:
             if sum(count >= AFTER for count in self._lacked.values()) > MOST:
                 self.failed[key] = f"{MOST} graphs are compiled, and no more"
                 continue
-            folder = str(self._folder / f"code-{secrets.token_hex(8)}")
-            self._add(CompileRequest(wanted, examples(steps), single, folder))
+            self._add(CompileRequest(wanted, examples(steps), single, self._new_folder()))
 
     def _add(self, request: CompileRequest) -> None:
         with self._lock:
@@ -130,17 +131,35 @@ class CodeCompiler:
                     found = answer_of(process, self._waits.compile)
                     assert isinstance(found, CompileResult), found
                     self.results[key], self.places[key] = found, request.folder
-                except (OSError, EOFError, RuntimeError, Unsendable) as error:
-                    if not self._stopped:
-                        why = str(error) or type(error).__name__
-                        log.warning("ranks run %s operator by operator: %s", name_of(key), why)
-                        self.failed[key] = f"its compile failed ({why})"
-                    if process is not None and not isinstance(error, RuntimeError):
+                except (RuntimeError, Unsendable) as error:
+                    self._give_up(key, error)
+                except (OSError, EOFError) as error:  # the process ended, or took too long
+                    if process is not None:
                         process.child.end()
                         process = None
+                    self._again(request, error)
         finally:
             if process is not None:
                 process.child.close(GRACE)  # and its memory is free
+
+    def _again(self, request: CompileRequest, error: Exception) -> None:
+        """Have a graph compiled again, by another process, if its compile failed once."""
+        key = request.wanted.key
+        if key in self._again_once or self._stopped:
+            self._give_up(key, error)
+            return
+        self._again_once.add(key)
+        with self._lock:
+            self._queue.append(replace(request, folder=self._new_folder()))
+
+    def _give_up(self, key: CodeKey, error: Exception) -> None:
+        why = str(error) or type(error).__name__
+        self.failed[key] = f"its compile failed ({why})"
+        if not self._stopped:
+            log.warning("ranks run %s operator by operator: %s", name_of(key), why)
+
+    def _new_folder(self) -> str:
+        return str(self._folder / f"code-{secrets.token_hex(8)}")
 
     def _next(self) -> CompileRequest | None:
         """Return what is compiled next; None, and the thread ends, without anything."""
@@ -156,9 +175,13 @@ class CodeCompiler:
             self._process = process
             if self._stopped:
                 process.child.kill()
-        answer_of(process, self._waits.start)  # to "hello"
-        process.send("module", process.packed(self._held(), {}))
-        answer_of(process, self._waits.start)
+        try:
+            answer_of(process, self._waits.start)  # to "hello"
+            process.send("module", process.packed(self._held(), {}))
+            answer_of(process, self._waits.start)
+        except BaseException:
+            process.child.end()
+            raise
         return process
 
     def stop(self) -> None:

@@ -72,7 +72,8 @@ def compile_code(
     start = time.perf_counter()
     program, inputs = example_of(denoiser, programs, request)
     waited = [n for n, source in program.interface.inputs.items() if isinstance(source, Cached)]
-    save_code(Path(request.folder), program, fused(program.module, pointwise=False), inputs, waited)
+    module, prepack = fused(program.module, pointwise=False), programs.settings.prepack
+    save_code(Path(request.folder), program, module, inputs, waited, prepack)
     used = (resource.getrusage(who).ru_maxrss for who in (SELF, CHILDREN))
     return CompileResult(time.perf_counter() - start, 1024 * max(used))
 

@@ -75,9 +75,10 @@ class RankPool:
         self.code: CodeCompiler | None = None
         if denoiser.settings.inductor:
             self.code = CodeCompiler(self._held, Path(self._folder.name), waits)
-            denoiser.code.use(self.code)
         self._watch = Weights(denoiser.module)
         self._sendable = type(denoiser) is CompiledDenoiser and self._shared_weights()
+        if self.code is not None and self._sendable:
+            denoiser.code.use(self.code)
         self.steps = SentSteps()
         self._changing = threading.Lock()  # guards the processes
         self._released = threading.Condition()  # guards what follows
@@ -217,6 +218,7 @@ class RankPool:
             except (OSError, EOFError, Unsendable, RankFailure) as error:
                 log.warning("no ranks for %s: %s", type(self.denoiser.module).__name__, error)
                 self._sendable = False
+                self._compile_here()
         elif self.ranks.size < self.wanted:
             try:
                 self.ranks.refill()
@@ -225,6 +227,11 @@ class RankPool:
         if self.ranks is None or not self.ranks.size:
             raise NoRanks("none can start" if self.ranks is None else "none is left")
         return self.ranks
+
+    def _compile_here(self) -> None:
+        """Let this process compile again what it computes."""
+        with self.denoiser.locked():
+            self.denoiser.code.use(None)
 
     def _held(self) -> tuple[object, ...]:
         """Return what each process gets: the module, its settings and roles, and the threads."""
@@ -244,12 +251,12 @@ class RankPool:
         self._stopped = True
         if self.code is not None:
             self.code.stop()
-            self.denoiser.code.use(None)
         ranks = self.ranks
         if ranks is not None:
             ranks.kill()  # a waiting step ends at once
         with self._changing:
             self._end()
+        self._compile_here()
         weakref.finalize(self, self._folder.cleanup)()
 
     # What the processes hold.

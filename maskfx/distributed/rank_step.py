@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -237,7 +238,8 @@ class RankPrograms:
             run = Runner(module, self.settings.prepack and not recording, self._packed)
             if self._code is None or recording or not has_known_sizes(module.graph):
                 return run
-            return CodeRun(self._code, CodeKey(own.code, *way), own.module, run, load_code)
+            load = partial(load_code, self._packed)
+            return CodeRun(self._code, CodeKey(own.code, *way), own.module, run, load)
 
         return self._runners.find((own.code, way, recording, intercepted), made)
 

@@ -40,6 +40,7 @@ from maskfx.ops.native.chosen_rows import ChosenRows
 from maskfx.ops.native.chosen_rows import serves as serves_chosen
 from maskfx.ops.norms import group_scale, line_scale, scale_shift, site_moments
 from maskfx.ops.own_linear import own_linear
+from maskfx.ops.packed import packed_linear, packed_window
 from maskfx.ops.pairs import STEPS, pair_sum, site_pair_sum
 from maskfx.ops.pick_rows import by_expert, choose, chosen, expert_product, pick_tokens
 from maskfx.ops.sums import (
@@ -102,6 +103,8 @@ __all__ = [
     "norm_activation",
     "numbers",
     "owner_product",
+    "packed_linear",
+    "packed_window",
     "pair_sum",
     "peer_moments",
     "peer_sums",

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +26,9 @@ from maskfx.distributed.rank_group import RankGroup
 from maskfx.distributed.rank_step import RankPrograms
 from maskfx.ir.programs.head_sources import WAYS, AttentionWay
 from maskfx.ir.programs.sources import Cached
+from maskfx.runtime.backends import eager
 from maskfx.runtime.backends.code_run import CodeKey, CodeRun
-from maskfx.runtime.backends.saved_code import load_code, save_code
+from maskfx.runtime.backends.saved_code import SavedPiece, load_code, save_code
 from tests.distributed import tiny
 from tests.distributed.test_rank_group import EVEN, edit_and_dense, worst
 from tests.distributed.test_ranks import BOUND, error, shares
@@ -42,13 +48,15 @@ class CodeHere(RankCode):
         self.runs += 1
 
 
-def compiled_for(denoiser: CompiledDenoiser, way: AttentionWay, folder: Path) -> CodeHere:
+def compiled_for(
+    denoiser: CompiledDenoiser, way: AttentionWay, folder: Path, prepack: bool = False
+) -> CodeHere:
     """Return the code of the graph with exchanges, compiled for one dense step of two ranks."""
     code, programs = CodeHere(), RankPrograms(Settings())
     ((program, frame, members),) = denoiser.prepared([DenseStep(tiny.inputs(1, batch=2))])
     own, inputs = programs.example(program, frame, members, way, True)
     waited = [n for n, source in own.interface.inputs.items() if isinstance(source, Cached)]
-    save_code(folder, own, fused(own.module, pointwise=False), inputs, waited)
+    save_code(folder, own, fused(own.module, pointwise=False), inputs, waited, prepack)
     code.places[CodeKey(program.code, way, True)] = str(folder)
     return code
 
@@ -86,6 +94,29 @@ def test_one_compile_serves_every_mask_size_batch_and_number_of_ranks(
                 assert error(found, denoiser.module(**inputs)) < 1e-4
 
 
+def test_code_multiplies_with_the_packed_weights_of_the_operators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eager, "WORTH", 0)
+    denoiser, inputs = maskfx.compile(tiny.build(), prepack=True), tiny.inputs(3)
+    step = EditStep(inputs, MASKS["stroke"]((8, 8), 1), denoiser.record(**inputs)[1])
+    code = compiled_for(denoiser, "gathered", tmp_path / "code", prepack=True)
+    pieces: list[SavedPiece] = pickle.loads((tmp_path / "code" / "pieces").read_bytes())
+    names = {name for piece in pieces for name in piece.packed}
+    assert len(names) > 5
+    split = ThreadRanks(denoiser.settings, shares("equal", 2, 1))
+    programs = split.programs = RankPrograms(denoiser.settings, code)
+    denoiser.step([step], split)
+    packed = len(programs._packed)
+    for _ in range(2):
+        (found,) = run_by_code(partial(denoiser.step, [step], split), code, 2)
+        assert error(found, denoiser.module(**inputs)) < 1e-4
+        assert len(programs._packed) == packed, "the code packs weights of its own"
+        denoiser.module.get_parameter("qkv.weight").mul_(1.5)
+        programs.follow_weights()
+        step = replace(step, cache=denoiser.record(**inputs)[1])
+
+
 def run_by_code(run: Callable[[], list[Any]], code: CodeHere, ranks: int) -> list[Any]:
     """Run a step until all of its ranks have loaded the code; return its results then."""
     until = time.monotonic() + 60
@@ -102,7 +133,7 @@ def test_code_that_cannot_be_loaded_leaves_the_operators(
 ) -> None:
     (tmp_path / "pieces").write_bytes(b"")
     code, key = RankCode(), CodeKey("a", "gathered")
-    run = CodeRun(code, key, nn.Module(), lambda fetch: fetch("x") + 1, load_code)
+    run = CodeRun(code, key, nn.Module(), lambda fetch: fetch("x") + 1, partial(load_code, {}))
     assert run(lambda name: torch.ones(1)) == 2
     code.begin({key: str(tmp_path)})
     until = time.monotonic() + 60
@@ -143,6 +174,13 @@ def test_ranks_run_code_that_another_process_compiles_while_they_compute() -> No
             assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
             assert not any(part is None or part.code.ran for part in group.last)
         assert "operator by operator: its code is compiled meanwhile" in denoiser.explain()
+        code = group.pool.code
+        assert code is not None
+        until = time.monotonic() + SECONDS
+        while code._process is None:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        os.kill(code._process.child.pid, signal.SIGKILL)  # another one compiles it
         runs = [
             lambda: denoiser.step(steps, group.on(2, EVEN)),
             lambda: group.run(denoiser, steps),
@@ -153,8 +191,6 @@ def test_ranks_run_code_that_another_process_compiles_while_they_compute() -> No
         assert "Ranks run divided members (gathered) by code that Inductor compiled" in explained
         assert "Ranks run whole members by code that Inductor compiled" in explained
         assert group.failures == group.computed_here == 0
-        code = group.pool.code
-        assert code is not None
         assert all(one.seconds > 0 and one.nbytes > 1 << 20 for one in code.results.values())
         # it follows the weights, and serves sizes that it wasn't compiled for
         other = [DenseStep(tiny.inputs(5, 12, 8, batch=2))]

@@ -16,8 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx import ops
-from maskfx.ops.fused import ACTIVATIONS
-from maskfx.ops.windows import by_blocks
+from maskfx.ops.packed import packed_product, packed_window_product
 from maskfx.runtime.backends.graph_function import Call, Fetch, find, graph_function
 
 aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
@@ -76,26 +75,14 @@ class Runner:
         origin = find(module, str(weight.target)) if weight.op == "get_attr" else None
         if origin is None or not packs(origin):
             return None
-        if origin not in self._packed:
-            self._packed[origin] = PackedWeight(origin)
-        return product, (*before, self._packed[origin], *after)
+        return product, (*before, packed_once(self._packed, origin), *after)
 
 
-def packed_product(rows: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    found: Tensor = mkldnn._linear_pointwise(rows, weight.value, bias, "none", [], "")
-    return found
-
-
-def packed_window_product(
-    rows: Tensor,
-    halo: Tensor,
-    table: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    activation: str,
-) -> Tensor:
-    multiply = partial(packed_product, weight=weight, bias=bias)
-    return ACTIVATIONS[activation](by_blocks(rows, halo, table, multiply))
+def packed_once(known: PackedWeights, origin: Tensor) -> PackedWeight:
+    """Return the packed weight, which is packed unless it is known."""
+    if origin not in known:
+        known[origin] = PackedWeight(origin)
+    return known[origin]
 
 
 # operator -> the same with a packed weight, and the weight's place among the arguments

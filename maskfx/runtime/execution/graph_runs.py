@@ -286,7 +286,8 @@ class GraphRuns:
         run = Runner(module, self.settings.prepack and not recording, self.packed)
         if not elsewhere or late:
             return run
-        return CodeRun(elsewhere, CodeKey(program.code), program.module, run, load_code)
+        load = partial(load_code, self.packed)
+        return CodeRun(elsewhere, CodeKey(program.code), program.module, run, load)
 
     def _waited(self, program: Program, late: frozenset[str]) -> frozenset[str]:
         """Return the inputs that may arrive while the graph runs."""
