@@ -198,7 +198,7 @@ def test_the_number_of_ranks_changes_from_step_to_step(denoiser: CompiledDenoise
 def test_without_room_for_weights_no_ranks_count(
     denoiser: CompiledDenoiser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_pool, "can_be_sent", lambda *_: False)
+    monkeypatch.setattr(rank_pool, "can_be_sent", lambda *_, **__: False)
     group = RankGroup(denoiser, 2)
     assert group.pool.size == 1
     steps = edit_and_dense(denoiser, 3)

@@ -113,8 +113,8 @@ class LocalSet:
 class LocalGroup:
     """Ranks whose steps this process computes; notes which compute at the same time."""
 
-    def __init__(self, denoiser: Any, ranks: int, waits: Any = None) -> None:
-        self.pool, self.failures, self.computed_here = SimpleNamespace(size=ranks), 0, 0
+    def __init__(self, denoiser: Any, ranks: maskfx.Ranks, waits: Any = None) -> None:
+        self.pool, self.failures, self.computed_here = SimpleNamespace(size=ranks.count), 0, 0
         self.now = set[int]()
         self.sets = list[tuple[int, ...]]()
         self.most = 0  # groups at the same time
