@@ -144,6 +144,7 @@ def alone() -> dict[object, tuple[object, ...]]:
         ops.exchange_normed: (flat, rest, spans, none, 4, none, counts, order, 1),
         ops.to_heads: ([rows, rows], 2, none, counts, order, 1),
         ops.from_heads: (rows, 2, none, counts, torch.arange(4), 1),
+        ops.after: (rows, flat),
     }
 
 
