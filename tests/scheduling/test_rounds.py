@@ -191,6 +191,15 @@ def test_where_others_are_busy_groups_use_free_devices_and_end_by_the_border(
     check_use(decided, asked, state, rules)
 
 
+def test_a_last_block_too_small_for_a_step_within_the_round_gets_one_all_the_same() -> None:
+    rules = RoundSettings(length=0.0117, scale_up=False)
+    asked = [request("a", 61, steps=1), request("b", 108, steps=1)]
+    assert COSTS.step(8, [asked[1].work]) < 0.0117 < COSTS.step(4, [asked[1].work])
+    decided = RoundScheduler(COSTS, 12, rules).decide(0.0, asked)
+    assert {id for group in decided.groups for id in group.steps} == {"a", "b"}
+    assert {group.devices.start // BLOCK for group in decided.groups} == {0, 1}
+
+
 @pytest.mark.parametrize(("seed", "devices"), [(1, 8), (2, 12), (3, 16), (4, 64)])
 def test_over_many_rounds_no_request_is_lost_or_made_twice(seed: int, devices: int) -> None:
     """Requests arrive at random; each decision uses the devices that it can."""

@@ -130,15 +130,33 @@ class RoundScheduler:
     def _at_borders(
         self, now: float, waiting: list[Pending], state: BlockState
     ) -> list[tuple[float, list[Placed]]]:
-        """Return the groups that start on open blocks: of each block the border and the groups."""
-        blocks = self._blocks(waiting, state)
-        if not blocks:
-            return []
+        """Return the groups that start on open blocks: of each block the border and the groups.
+
+        Blocks that are left without a group are decided about again, for the requests that are left
+        without devices: the last block may be too small for a step within the length of the round.
+        """
+        found: dict[int, list[Placed]] = {}
+        length, blocks = self._length(waiting), self._blocks(waiting, state)
+        while blocks and waiting and (begun := self._begun(now, length, waiting, blocks, state)):
+            found |= begun
+            blocks = [block for block in blocks if block not in begun]
+            started = [draft for placed in begun.values() for draft, _ in placed]
+            waiting = without_groups(waiting, started)
+        return [(now + longest(groups, length), groups) for groups in found.values()]
+
+    def _begun(
+        self,
+        now: float,
+        length: float,
+        waiting: list[Pending],
+        blocks: Sequence[int],
+        state: BlockState,
+    ) -> dict[int, list[Placed]]:
+        """Return the groups that start on some open blocks, by block."""
         devices = sum(map(state.size, blocks))
         others = len(blocks) < state.blocks and len(waiting) > 1
         later = state.later(now, BLOCK * min(OUTLOOK, len(waiting))) if others else ()
         elsewhere = _elsewhere(now, waiting, state) if others else {}
-        length = self._length(waiting)
         border = Border(self._memo, self.settings, devices, now, length, later, elsewhere)
         drafts = border.drafts(waiting)
         places = {block: number for number, block in enumerate(blocks)}
@@ -149,7 +167,7 @@ class RoundScheduler:
             block = blocks[start // BLOCK]
             at = Devices(block * BLOCK + start % BLOCK, size)
             found.setdefault(block, []).append((draft, at))
-        return [(now + longest(groups, length), groups) for groups in found.values()]
+        return found
 
     def _blocks(self, waiting: Sequence[Pending], state: BlockState) -> list[int]:
         """Return the open blocks that are decided about: no more than there are requests."""
