@@ -192,7 +192,9 @@ def test_where_others_are_busy_groups_use_free_devices_and_end_by_the_border(
 
 
 def test_a_last_block_too_small_for_a_step_within_the_round_gets_one_all_the_same() -> None:
-    rules = RoundSettings(length=0.0117, scale_up=False)
+    rules = RoundSettings(
+        length=0.0117, late=LatePolicy.DROP, patience=1.0, scale_up=False, batch=1
+    )
     asked = [request("a", 61, steps=1), request("b", 108, steps=1)]
     assert COSTS.step(8, [asked[1].work]) < 0.0117 < COSTS.step(4, [asked[1].work])
     decided = RoundScheduler(COSTS, 12, rules).decide(0.0, asked)
