@@ -147,10 +147,10 @@ def saved(fixed: float, per_site: float, shared: float) -> float:
 
 SETTINGS: dict[str, Callable[[], Setting]] = {
     "shipped UNet, a core": lambda: shipped(
-        "unet", 1.33, "patches-unet.json, threshold 0.1, age 2"
+        "unet", 1.33, "patches-kept-unet.json, threshold 0.1, age 2"
     ),
     "shipped transformer, a core": lambda: shipped("dit", 1.52, "patches-dit-12.json"),
-    "SDXL, H100 as reported": lambda: reported(1.3, 0.05, 1.33, "patches-unet.json"),
+    "SDXL, H100 as reported": lambda: reported(1.3, 0.05, 1.33, "patches-kept-unet.json"),
     "SD3, H100 as reported": lambda: reported(2.4, 0.02, 1.52, "patches-dit-12.json"),
 }
 

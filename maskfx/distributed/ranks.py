@@ -11,7 +11,7 @@ import torch.distributed as dist
 from maskfx.distributed.exchanges.world import BACKENDS, NCCL, RINGS
 from maskfx.errors import InputError
 from maskfx.ir.argument_checks import check_whole
-from maskfx.runtime.hardware.devices import CPU
+from maskfx.runtime.hardware.devices import CPU, device_named, visible_devices
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Ranks:
             raise InputError(
                 f'Ranks: devices={given!r:.80}: give a list, such as ["cuda:0", "cuda:1"]'
             )
-        object.__setattr__(self, "devices", tuple(map(device_named, given)))
+        object.__setattr__(self, "devices", tuple(device_named("Ranks", one) for one in given))
         if not given or self.count:
             check_whole("Ranks", "count", self.count, 1)
         elif not self.count:
@@ -91,15 +91,14 @@ class Ranks:
     def _default(self, own: torch.device) -> tuple[torch.device, ...]:
         if own.type == "cpu":
             return (CPU,) * self.count
-        there = torch.get_device_module(own).device_count()
-        others = [torch.device(own.type, n) for n in range(there) if n != own.index]
-        if self.count > there:
+        there = visible_devices(own.type)
+        if self.count > len(there):
             raise InputError(
-                f"Ranks: {self.count} ranks, and {there} devices of type {own.type} are visible: "
-                f"give count={there}, or name the device of each rank, where several may name the "
-                f'same one, such as devices=["{own}"] * {self.count}'
+                f"Ranks: {self.count} ranks, and {len(there)} devices of type {own.type} are "
+                f"visible: give count={len(there)}, or name the device of each rank, where "
+                f'several may name the same one, such as devices=["{own}"] * {self.count}'
             )
-        return (own, *others)[: self.count]
+        return (own, *(one for one in there if one != own))[: self.count]
 
     def _backend(self, devices: Sequence[torch.device]) -> str:
         why = ""
@@ -112,14 +111,3 @@ class Ranks:
         if self.backend == NCCL and why:
             raise InputError(f'Ranks: backend="nccl": {why}; give "rings" or "gloo", or None')
         return self.backend or (RINGS if why else NCCL)
-
-
-def device_named(given: object) -> torch.device:
-    """Return a device with its number, or raise InputError."""
-    try:
-        found = torch.device(given)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError) as error:
-        raise InputError(
-            f"Ranks: devices has {given!r:.40}: give names of devices, such as cuda:0"
-        ) from error
-    return CPU if found.type == "cpu" else torch.device(found.type, found.index or 0)

@@ -26,6 +26,11 @@ def conflicts(settings: ServeSettings) -> Iterator[str]:
                 "link_bandwidth": settings.link_bandwidth is not None and loads,
             },
         )
+        if settings.inductor and not on_cpu(settings):
+            yield from refusals(
+                f"ranks={settings.ranks}, {device}",
+                {"inductor=true": "ranks run Inductor's code on CPUs only"},
+            )
     yield from rank_conflicts(settings)
     if settings.prepack:
         yield from refusals(

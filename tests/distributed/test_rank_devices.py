@@ -325,6 +325,16 @@ def test_denoisers_that_lie_on_several_devices_are_refused() -> None:
         RankGroup(maskfx.compile(module), 2)
 
 
+def test_a_request_whose_denoiser_ranks_cant_compute_ends_with_the_reason() -> None:
+    name = "FluxInpaintPipeline"
+    pipe = maskfx.compile(PIPES[name].build().to(OWN), inductor=True)
+    with maskfx.Engine(ranks=Ranks(devices=DEVICES, backend="rings")) as engine:
+        ticket = engine.submit(pipe, **emulated.to(call_of(PIPES[name], 1, square()), OWN))
+        with pytest.raises(InputError, match="is compiled by Inductor on .*CPUs only"):
+            ticket.result(60)
+        assert not engine.runner.rank_groups()
+
+
 @pytest.mark.slow
 def test_requests_of_an_engine(make: Make) -> None:
     """Pictures are those of the pipeline on a CPU; weights are on the device of each rank."""

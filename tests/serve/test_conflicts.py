@@ -42,6 +42,7 @@ def test_what_ranks_dont_support_is_refused_with_them_only(wrong: dict[str, Any]
         ({"rank_devices": ("cuda:0", "cuda:1")}, "rank_devices without ranks"),
         ({"rank_backend": "gloo"}, "rank_backend without ranks"),
         ({"ranks": 2, "rank_devices": ("cuda:0",)}, "ranks=2 with 1 rank_devices"),
+        ({"ranks": 2, "device": "cuda", "inductor": True}, "device=cuda with inductor=true"),
     ],
 )
 def test_settings_without_effect_are_refused(given: dict[str, Any], seen: str) -> None:

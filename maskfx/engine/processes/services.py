@@ -17,11 +17,12 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from maskfx.engine.processes.net_devices import check_device, named, spread
+from maskfx.engine.processes.net_devices import check_device, spread
 from maskfx.engine.processes.net_service import NetService
 from maskfx.errors import InputError
 from maskfx.ir.argument_checks import check_number, check_whole, refuse
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.hardware.devices import device_named
 from maskfx.runtime.hardware.offload import device_of
 from maskfx.runtime.identity import identity_of, is_plain, same_weights
 from maskfx.runtime.popularity import LeastFrequentlyUsed, ResidentSet
@@ -82,7 +83,7 @@ class OwnProcesses:
                 "each, or none"
             )
         for device in devices:
-            named(device)
+            device_named("OwnProcesses", device)
 
     @classmethod
     def of(cls, given: Collection[str] | OwnProcesses) -> OwnProcesses:
@@ -102,10 +103,12 @@ class OwnProcesses:
         Raises InputError for one that its processes can't be on, if its weights are on `home`.
         """
         given = dict(zip(self.names, self.devices, strict=False))
-        found = given.get(name, given.get(name.split(".")[0]))
-        if found is not None:
-            check_device(named(found), home, name)
-        return None if found is None else named(found)
+        asked = given.get(name, given.get(name.split(".")[0]))
+        if asked is None:
+            return None
+        found = device_named("OwnProcesses", asked)
+        check_device(found, home, name)
+        return found
 
 
 @dataclass(frozen=True)

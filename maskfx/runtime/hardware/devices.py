@@ -14,9 +14,34 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from maskfx.errors import InputError
+
 CPU = torch.device("cpu")
 MEMORY = Path("/proc/meminfo")
 GROUP = Path("/sys/fs/cgroup")  # as a container sees its own group
+
+
+def device_named(where: str, given: object) -> torch.device:
+    """Return a device by its name; a name without a number is the first of its type.
+
+    Args:
+        where: What has the name, for the InputError if it is none.
+        given: The name.
+    """
+    try:
+        found = torch.device(given)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"{where}: devices has {given!r:.40}: give names of devices, such as cuda:0"
+        ) from error
+    return CPU if found.type == "cpu" else torch.device(found.type, found.index or 0)
+
+
+def visible_devices(kind: str) -> list[torch.device]:
+    """Return the devices of a type that this process sees."""
+    if kind == "cpu":
+        return [CPU]
+    return [torch.device(kind, n) for n in range(torch.get_device_module(kind).device_count())]
 
 
 def free_memory(device: torch.device) -> float:
