@@ -44,6 +44,18 @@ SHARED_TEXT = LinkCosts()
 WHOLE_TEXT = LinkCosts(send=1.0)  # the text is computed by each rank
 
 
+def step_options(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return the options of a script that measures steps of one shape."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=doc)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--shape", choices=SHAPES, default="sd3")
+    parser.add_argument("--blocks", type=int, help="of the transformer, or its deepest level")
+    parser.add_argument("--side", type=int, default=SIDE, help="of the latent, 192 at most")
+    parser.add_argument("--share", type=float, default=SHARE, help="of sites that are masked")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    return parser
+
+
 def centre(side: int, share: float) -> torch.Tensor:
     """A square of the share of all sites, in the middle."""
     inner = 2 * round(side * share**0.5 / 2)
@@ -141,14 +153,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m bench.ranks", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--shape", choices=SHAPES, default="sd3")
-    parser.add_argument("--blocks", type=int, help="of the transformer, or its deepest level")
-    parser.add_argument("--side", type=int, default=SIDE, help="of the latent, 192 at most")
-    parser.add_argument("--share", type=float, default=SHARE, help="of sites that are masked")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
-    options = parser.parse_args(given)
+    options = step_options("bench.ranks", __doc__).parse_args(given)
     result = header("bench.ranks", given)
     shape = shape_of(options.shape, options.side, options.blocks)
     result["shape"] = shape.title

@@ -14,21 +14,19 @@ cores than ranks only the CPU seconds mean something.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 import maskfx
-from bench.harness import ROOT, alternate, figure, header, ratio, write_json
-from bench.ranks.__main__ import SEEDS, SHARE, SIDE, batch_of, centre
-from bench.ranks.shapes import SHAPES, shape_of
+from bench.harness import alternate, figure, header, ratio, write_json
+from bench.ranks.__main__ import SEEDS, batch_of, centre, step_options
+from bench.ranks.shapes import shape_of
 from bench.report import columns
 from bench.shapes import Shape
 from maskfx import CompiledDenoiser, DenseStep, EditStep
@@ -153,14 +151,7 @@ def table(found: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m bench.ranks.code", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--shape", choices=SHAPES, default="sd3")
-    parser.add_argument("--blocks", type=int, help="of the transformer, or its deepest level")
-    parser.add_argument("--side", type=int, default=SIDE, help="of the latent, 192 at most")
-    parser.add_argument("--share", type=float, default=SHARE, help="of sites that are masked")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
-    options = parser.parse_args(given)
+    options = step_options("bench.ranks.code", __doc__).parse_args(given)
     result = header("bench.ranks.code", given)
     shape = shape_of(options.shape, options.side, options.blocks)
     result["shape"] = shape.title
