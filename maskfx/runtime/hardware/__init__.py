@@ -1,4 +1,4 @@
 """The machine: devices, their memory and that of processes, threads of the CPU, offloaded modules.
 
-May import: nothing of maskfx. Begin with `devices.py`.
+May import: errors. Begin with `devices.py`.
 """
