@@ -46,7 +46,7 @@ from maskfx.runtime.cache.rolling.rolling_cache import RollingCache, RowBlock
 from maskfx.runtime.cache.rolling.shared_block import MappedBuffers, SharedBuffers
 from maskfx.runtime.cache.step_cache import StepCache, has_unread
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.hardware.devices import CPU, moved
+from maskfx.runtime.hardware.devices import CPU, compute_on, moved
 from maskfx.runtime.hardware.freed_memory import keep_freed_memory
 from maskfx.runtime.lora.adapter import Layers
 from maskfx.runtime.lora.sent import received_layers
@@ -117,8 +117,7 @@ class RankState:
     def begin(self, device: torch.device) -> None:
         """Compute on a device from now on."""
         self.device = device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        compute_on(device)
 
     def take(
         self,

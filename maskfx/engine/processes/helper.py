@@ -9,13 +9,16 @@ import multiprocessing
 import pickle
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib import import_module
 
 import torch
 
 from maskfx.ir.many_objects import many_objects
 from maskfx.runtime.hardware.cpu_threads import give_back
+from maskfx.runtime.hardware.devices import compute_on
 from maskfx.runtime.hardware.freed_memory import keep_freed_memory
 from maskfx.runtime.processes.channel import Channel, connect_to_parent
+from maskfx.runtime.transport.device_transport import unpack_on
 from maskfx.runtime.transport.shared_tensors import PackedMessage
 from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack, unpack
 
@@ -47,13 +50,22 @@ def answer(parts: dict[Key, object], message: list[bytearray]) -> tuple[object, 
         return None, plain(error)
 
 
-def unpickled(packed: PackedMessage) -> object:
-    """Return a component; its weights are in memory that processes share, or on a device."""
+def unpickled(packed: PackedMessage, device: str = "cpu", registrar: str = "torch") -> object:
+    """Return a component; its weights are in memory that processes share, or on a device.
+
+    Args:
+        packed: The component.
+        device: The device's name.
+        registrar: The module that makes the device known to PyTorch.
+    """
     try:
-        with many_objects():  # of the libraries that it is the first to need
-            return pickle.loads(packed.parts[0], buffers=packed.parts[1:])
-    except Exception as error:
-        raise Unsendable(f"a helper can't make it: {type(error).__name__}: {error}") from error
+        import_module(registrar)
+        where = torch.device(device)
+        compute_on(where)
+    except (ImportError, RuntimeError) as error:
+        raise Unsendable(f"{device} can't be used here: {error}") from error
+    with many_objects():  # of the libraries that it is the first to need
+        return unpack_on(where, packed.parts)
 
 
 def run(

@@ -34,9 +34,9 @@ from maskfx.errors import Closed, InputError
 from maskfx.pipelines.adapters.lora import adapters_of
 from maskfx.pipelines.parts.stand_in import is_coded
 from maskfx.runtime.hardware.cpu_threads import beside
-from maskfx.runtime.hardware.devices import CPU
+from maskfx.runtime.hardware.devices import CPU, registrar
 from maskfx.runtime.processes.child_process import ChildProcess
-from maskfx.runtime.transport.copied_module import packed_for
+from maskfx.runtime.transport.device_transport import pack_from
 from maskfx.runtime.transport.sendable import bare, can_be_sent
 from maskfx.runtime.transport.shared_tensors import PackedMessage
 from maskfx.runtime.transport.tensor_transport import BYTES, Unsendable, pack, unpack
@@ -73,14 +73,25 @@ class HelperProcess:
             self.stop()
             raise
 
-    def give(self, key: Key, part: object, device: torch.device = CPU) -> None:
+    def give(
+        self, key: Key, part: object, home: torch.device = CPU, device: torch.device = CPU
+    ) -> None:
         """Send a component, unless the process has it already.
 
-        Weights on the CPU are shared, those on a device are copied to this one.
+        Args:
+            key: The number or name by which calls refer to it.
+            part: The component.
+            home: Where its weights are. On the CPU they are shared, elsewhere copied.
+            device: Where they are copied to.
         """
-        if key not in self.parts:
-            self._ask("part", key, shared(part) if device == CPU else packed_for(device, part))
-            self.parts.add(key)
+        if key in self.parts:
+            return
+        if home == CPU:
+            self._ask("part", key, shared(part))
+        else:
+            packed = PackedMessage(pack_from(home, part))
+            self._ask("part", key, packed, str(device), registrar(device))
+        self.parts.add(key)
 
     def run(
         self,

@@ -183,7 +183,7 @@ class StepProcess:
             process.child.channel.limit(self.seconds + (START_SECONDS if first else 0))
         if first:
             try:
-                process.give(DENOISER, self._served(), self.device)
+                process.give(DENOISER, self._served(), self._home, self.device)
             except Unsendable as error:  # it would be packed again for each step
                 log.warning("%s has no process: %s", type(self.denoiser.module).__name__, error)
                 self._sendable = False

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -42,6 +43,18 @@ def visible_devices(kind: str) -> list[torch.device]:
     if kind == "cpu":
         return [CPU]
     return [torch.device(kind, n) for n in range(torch.get_device_module(kind).device_count())]
+
+
+def registrar(device: torch.device) -> str:
+    """Return the module whose import makes a type of device known to PyTorch."""
+    found = torch.get_device_module(device)
+    return found.__name__ if isinstance(found, ModuleType) else type(found).__module__
+
+
+def compute_on(device: torch.device) -> None:
+    """Start the kernels of this process on a device, where nothing names another one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def free_memory(device: torch.device) -> float:
