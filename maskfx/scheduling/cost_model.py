@@ -96,6 +96,7 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     around_base: Seconds = 0.0  # of encoders and VAE
     around_per_site: Seconds = 0.0  # of encoders and VAE, per site of the whole image
     around_beside: Times = 1.0  # slowdown of encoders and VAE beside others' steps; simulator only
+    steps_beside: Seconds = 0.0  # what each of those adds to a step, as a share; simulator only
     decode_share: Share = 0.0  # share of encoder and VAE time that comes after the steps
     record: Seconds = 1.0  # a recorded step, in multiples of a dense step alone
     disk_bandwidth: Bandwidth = None
@@ -166,14 +167,15 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def recording(self, work: Work, tier: TemplateTier) -> float:
         """Return the seconds to load or record a template before the first step.
 
-        Rows on the host load while steps compute, so they cost nothing here; a template on disk is
-        loaded completely first. A recording computes the steps that the edit computes.
+        Rows on the host load while steps compute, so they cost nothing here. Of those on disk, the
+        first step's are read before it, and the others' while the step before them computes. A
+        recording computes the steps that the edit computes.
         """
         if work.template is None or tier in (TemplateTier.DEVICE, TemplateTier.HOST):
             return 0.0
         if tier is TemplateTier.DISK:
-            whole = work.bytes * work.steps
-            return whole / self.disk_bandwidth if self.disk_bandwidth else 0.0
+            read = work.bytes / self.disk_bandwidth if self.disk_bandwidth else 0.0
+            return read + max(0, work.steps - 1) * max(0.0, read - self.step([work]))
         dense = replace(
             work, sites=work.whole, bytes=0, kind=StepKind.RECORD, weighted=None, pairs=None
         )
@@ -211,8 +213,7 @@ START = FittedCosts(base=1e-3, per_request=1e-4, per_site=1e-7, origin="a guess,
 class LearnedCosts:
     """Costs that are refitted while serving: robustly, to the latest steps, from given costs.
 
-    The costs of recording a template before its first edit and of the disk aren't learnt and keep
-    their initial values.
+    The cost of recording a template before its first edit isn't learnt and keeps its initial value.
     """
 
     def __init__(self, start: FittedCosts, window: int = 256) -> None:
@@ -222,6 +223,8 @@ class LearnedCosts:
         self._around = ObservationWindow((start.around_base, start.around_per_site), window // 4)
         per_byte = 1 / start.load_bandwidth if start.load_bandwidth else 0.0
         self._load = ObservationWindow((per_byte,), window // 4)
+        read = 1 / start.disk_bandwidth if start.disk_bandwidth else 0.0
+        self._reads = ObservationWindow((read,), window // 4)
 
     # Observations.
 
@@ -249,6 +252,13 @@ class LearnedCosts:
         self.now = now
         self.version += 1
 
+    def observe_reads(self, nbytes: int, seconds: float) -> None:
+        """Add templates that were read from disk: their bytes, and the seconds for all of them."""
+        if not self._reads.start.any():
+            self._reads.start = np.array([seconds / nbytes])
+        self._reads.add((nbytes,), seconds)
+        self._learn()
+
     def observe_around(self, work: Work, seconds: float) -> None:
         """Add the seconds that a request spent outside its steps and its template's loading."""
         self._around.add((1.0, work.whole), seconds)
@@ -262,12 +272,14 @@ class LearnedCosts:
         found = coefficients_of(self._steps.fit())
         around, _ = self._around.fit()
         (per_byte,), _ = self._load.fit()
+        (read,), _ = self._reads.fit()
         self.now = msgspec.structs.replace(
             self.now,
             **found,
             around_base=float(around[0]),
             around_per_site=float(around[1]),
             load_bandwidth=1 / float(per_byte) if per_byte > 0 else None,
+            disk_bandwidth=1 / float(read) if read > 0 else None,
             r2=self.now.r2 if self._steps.r2 is None else self._steps.r2,
             origin="learnt while serving",
         )

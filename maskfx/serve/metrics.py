@@ -7,6 +7,8 @@ restart from zero when a worker restarts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 PREFIX = "maskfx_"
@@ -109,6 +111,12 @@ class Metrics:
         self.cache_lost_total = self._counter(
             "cache_lost_total", "Entries removed that couldn't be written.", "tier"
         )
+        self.cache_read_bytes_total = self._counter(
+            "cache_read_bytes_total", "Bytes of entries that were read.", "tier"
+        )
+        self.cache_read_seconds_total = self._counter(
+            "cache_read_seconds_total", "Seconds in which reads ran.", "tier"
+        )
         self.cache_failures_total = self._counter(
             "cache_failures_total", "Reads and writes of entries that failed.", "tier"
         )
@@ -209,6 +217,8 @@ class Metrics:
             "expired": self.cache_expired_total,
             "loads": self.cache_loads_total,
             "lost": self.cache_lost_total,
+            "read_bytes": self.cache_read_bytes_total,
+            "read_us": self.cache_read_seconds_total,
             "failures": self.cache_failures_total,
         }
 
@@ -278,7 +288,8 @@ class Metrics:
 
 # labels of a worker's counters without a tier
 ANY = "host"
-WITHOUT = {"loads": "disk", "lost": "disk", "failures": "disk"}
+WITHOUT = dict.fromkeys(("loads", "lost", "failures", "read_bytes", "read_us"), "disk")
+UNITS = {"read_us": 1e-6}  # others: 1
 ADAPTERS = "adapters"  # what counters of LoRAs begin with
 NETS = "nets"  # what counters of nets begin with
 ROUNDS = "rounds"  # what counters of rounds begin with
@@ -288,9 +299,17 @@ SHARED = "disk"  # all workers report the same bytes of this tier
 
 
 class CacheCounts:
-    """Sums workers' counters since their start into the server's counters."""
+    """Sums workers' counters since their start into the server's counters.
 
-    def __init__(self, metrics: Metrics) -> None:
+    Args:
+        metrics: Has the server's counters.
+        observe_reads: Is told the bytes of templates that were read from disk, and the seconds.
+    """
+
+    def __init__(
+        self, metrics: Metrics, observe_reads: Callable[[int, float], None] | None = None
+    ) -> None:
+        self._observe_reads = observe_reads
         self._said: dict[str, dict[str, int]] = {}
         self._bytes = metrics.cache_usage_bytes
         self._counters = metrics.cache_counters()
@@ -331,7 +350,12 @@ class CacheCounts:
                 number, _, state = tier.partition(".")
                 self._stretches.labels(stretch=number, state=state).inc(more)
             if what in self._counters and more > 0:
-                self._counters[what].labels(tier=tier or WITHOUT.get(what, ANY)).inc(more)
+                counter = self._counters[what].labels(tier=tier or WITHOUT.get(what, ANY))
+                counter.inc(more * UNITS.get(what, 1))
+        reads = ("read_bytes", "read_us")
+        read, spent = (said.get(name, 0) - before.get(name, 0) for name in reads)
+        if self._observe_reads is not None and read > 0 and spent > 0:
+            self._observe_reads(read, spent * UNITS["read_us"])
         self._weigh()
 
     def ranks(self) -> int:

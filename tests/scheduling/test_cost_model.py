@@ -100,10 +100,30 @@ def test_a_worker_tells_of_its_loads_until_steps_tell_better() -> None:
     assert given.now.load_bandwidth == COSTS.load_bandwidth
 
 
+def test_the_speed_of_the_disk_is_learnt_from_reads() -> None:
+    learned = LearnedCosts(START)
+    assert learned.now.disk_bandwidth is None
+    for nbytes in (10**8, 3 * 10**8) * EVERY:
+        learned.observe_reads(nbytes, nbytes / 2e8)
+    assert learned.now.disk_bandwidth == pytest.approx(2e8)
+    assert learned.recording(WORK, TemplateTier.DISK) >= WORK.bytes / 2e8
+    given = LearnedCosts(COSTS)
+    for batch in batches(2 * EVERY):
+        given.observe(told(COSTS, batch))
+    assert given.now.disk_bandwidth == pytest.approx(5e8), "nothing was read"
+    for _ in range(2 * EVERY):
+        given.observe_reads(10**8, 1.0)
+    assert given.now.disk_bandwidth == pytest.approx(1e8, rel=0.3)
+
+
 def test_a_template_costs_more_the_farther_it_is() -> None:
     taken = [COSTS.recording(WORK, tier) for tier in TemplateTier]
     assert taken[:2] == [0.0, 0.0]
-    assert taken[2] == pytest.approx(20 * 1e6 / 5e8)
+    read, step = 1e6 / 5e8, COSTS.step([WORK])
+    assert read < step
+    assert taken[2] == pytest.approx(read), "later steps' rows are read while steps compute"
+    slow = msgspec.structs.replace(COSTS, disk_bandwidth=1e6)
+    assert slow.recording(WORK, TemplateTier.DISK) == pytest.approx(1.0 + 19 * (1.0 - step))
     assert taken[3] == pytest.approx(1.2 * 20 * COSTS.step([Work(4096, 4096, 20, 2)]))
     assert COSTS.recording(Work(500, 4096, 20), TemplateTier.NONE) == 0.0
 

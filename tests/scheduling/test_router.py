@@ -110,7 +110,7 @@ def test_each_router_counts_its_own() -> None:
 
 
 def test_a_warm_worker_is_preferred_until_it_is_too_busy() -> None:
-    asked = Work(100, 4096, 20, template="t", bytes=10**8)
+    asked = Work(100, 4096, 20, template="t", bytes=2 * 10**8)
     cold, warm = worker("cold"), worker("warm", (100, 20))
     warm.warm["t"], cold.warm["t"] = TemplateTier.HOST, TemplateTier.DISK
     assert choose(CostRouter(), asked, Fleet([cold, warm], COSTS)) == 1

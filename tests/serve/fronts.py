@@ -29,6 +29,7 @@ class PlainCosts:
         self.observed: list[tuple[Stepped, int]] = []
         self.around_observed: list[tuple[Work, float]] = []
         self.loads: list[LoadFacts] = []
+        self.reads: list[tuple[int, float]] = []
 
     def step(self, batch: Sequence[Work]) -> float:
         return self.seconds
@@ -47,6 +48,9 @@ class PlainCosts:
 
     def learn_loads(self, facts: LoadFacts) -> None:
         self.loads.append(facts)
+
+    def observe_reads(self, nbytes: int, seconds: float) -> None:
+        self.reads.append((nbytes, seconds))
 
 
 class InOrder:

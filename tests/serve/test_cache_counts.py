@@ -46,6 +46,18 @@ def test_every_event_of_a_cache_is_counted() -> None:
     assert value(metrics, "failures_total", "disk") == 12
 
 
+def test_reads_from_disk_are_counted_and_told_by_their_time() -> None:
+    metrics, told = Metrics(), list[tuple[int, float]]()
+    counts = CacheCounts(metrics, lambda nbytes, seconds: told.append((nbytes, seconds)))
+    counts.heard("a", {"read_bytes": 1000, "read_us": 500_000})
+    counts.heard("a", {"read_bytes": 1000, "read_us": 500_000, "misses": 1})
+    counts.heard("b", {"read_bytes": 0, "read_us": 0})
+    counts.heard("a", {"read_bytes": 4000, "read_us": 2_500_000, "misses": 1})
+    assert told == [(1000, 0.5), (3000, 2.0)]
+    assert value(metrics, "read_bytes_total", "disk") == 4000
+    assert value(metrics, "read_seconds_total", "disk") == 2.5
+
+
 def test_what_nobody_knows_is_left_out() -> None:
     metrics = Metrics()
     CacheCounts(metrics).heard("a", {"evictions.disk": 2, "novelty.host": 9})

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from math import inf
 from threading import Lock
+from typing import Any
 
 from maskfx.errors import CacheError
 from maskfx.runtime.cache.serialize import decode, encode
@@ -42,11 +43,12 @@ class DiskTier:
         self._lock = Lock()
         self._unreadable = 0  # entries that were intact, but not readable by this version
 
-    @property
-    def corrupt(self) -> int:
-        """Return the number of entries found that were damaged or can't be decoded."""
-        damaged = self.store.counters.corrupt if self.store is not None else 0
-        return damaged + self._unreadable
+    def counts(self) -> dict[str, Any]:
+        """Return the fields of `TierCounters` that are counted here."""
+        if self.store is None:
+            return {}
+        corrupt, reads = self.store.counters.corrupt + self._unreadable, self.store.speed.time
+        return {"corrupt": corrupt, "read_bytes": reads.nbytes, "read_seconds": reads.seconds}
 
     def get(self, key: EntryKey, expires: bool, in_parts: bool = False) -> StepCache | None:
         """Read a step; None on a miss. An entry that can't be decoded is removed.
@@ -64,11 +66,15 @@ class DiskTier:
                 found = None
             if found is not None:
                 return found
-        payload = self.store.get(key, ttl)
+        with self.store.speed.time.reading():
+            return self._read(self.store, key, ttl)
+
+    def _read(self, store: EntryStore, key: EntryKey, ttl: float | None) -> StepCache | None:
+        payload = store.get(key, ttl)
         if payload is None:
             return None
         try:
-            return decode(payload)
+            found = decode(payload)
         except CacheError as error:
             self.drop(key)
             with self._lock:
@@ -81,6 +87,8 @@ class DiskTier:
                     error,
                 )
             return None
+        store.speed.time.add(len(payload))
+        return found
 
     def put(self, key: EntryKey, cache: StepCache, trims: bool = True) -> bool:
         """Write a step; return False if it can't be stored or written.

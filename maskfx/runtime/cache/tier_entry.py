@@ -52,5 +52,7 @@ class TierCounters:
     loads: int = 0  # reads from disk
     shared: int = 0  # lookups that waited for a read in flight
     expired: int = 0
-    corrupt: int = 0
+    corrupt: int = 0  # entries on disk that were damaged, or can't be decoded
+    read_bytes: int = 0  # from disk, of whole entries and of rows
+    read_seconds: float = 0.0  # in which at least one read ran
     lost: int = 0  # left memory and couldn't be written

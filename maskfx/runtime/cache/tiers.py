@@ -169,7 +169,7 @@ class Tiers:
         self.flush()
 
     def counters(self) -> TierCounters:
-        """Return a copy of the counters; corrupt entries are those that the disk tier found."""
+        """Return a copy of the counters, with those of the disk tier."""
         with self._lock:
             now = self._counters
             return replace(
@@ -177,7 +177,7 @@ class Tiers:
                 hits=Counter(now.hits),
                 evictions=Counter(now.evictions),
                 nbytes=Counter(now.nbytes),
-                corrupt=self._disk.corrupt,
+                **self._disk.counts(),
             )
 
     @property

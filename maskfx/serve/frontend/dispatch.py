@@ -54,6 +54,8 @@ class CostModel(StepCosts, Protocol):
 
     def learn_loads(self, facts: LoadFacts) -> None: ...
 
+    def observe_reads(self, nbytes: int, seconds: float) -> None: ...
+
 
 class Send(Protocol):
     """Sends a message to a worker; returns False if the worker is unreachable."""

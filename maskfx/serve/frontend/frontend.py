@@ -110,7 +110,7 @@ class Front:
             settings, self.workers, self._dispatch, self._link.send, self._nodes
         )
         self._readiness = Readiness(settings, self.workers.hopeless)
-        self._counts = CacheCounts(metrics)
+        self._counts = CacheCounts(metrics, costs.observe_reads)
         self._seats = 0
         self._serial = 0
         self._deciding = False

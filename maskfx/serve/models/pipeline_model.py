@@ -260,6 +260,7 @@ class PipelineModel:
         found |= {f"bytes.{tier.value}": count for tier, count in now.nbytes.items()}
         found |= {"misses": now.misses, "corrupt": now.corrupt, "expired": now.expired}
         found |= {"loads": now.loads, "lost": now.lost, **self._patches()}
+        found |= {"read_bytes": now.read_bytes, "read_us": int(1e6 * now.read_seconds)}
         if self.adapters is not None:
             found |= adapter_counts(self.adapters, self.runner.family)
         if self.own_process.names:

@@ -369,6 +369,30 @@ def test_an_entry_that_cant_be_decoded_is_logged_once(
     assert "can't be decoded" in told
 
 
+def test_bytes_and_time_of_reads_are_counted(tmp_path: Path):
+    tiers = tiers_of(tmp_path, host=1)
+    for i in range(3):
+        tiers.put(key(step=i), STEPS[i])
+    assert (tiers.counters().read_bytes, tiers.counters().read_seconds) == (0, 0.0)
+    assert found(tiers, 0) is DISK
+    assert found(tiers, 0) is HOST
+    once = tiers.counters()
+    assert once.read_bytes >= ONE
+    assert once.read_seconds > 0
+    assert isinstance(tiers.store, Store)
+    assert isinstance(tiers.store.disk, QuickDisk)
+    tiers.store.disk.wait.clear()
+    both = [tiers.prefetch(key(step=i)) for i in (1, 2)]  # at the same time: counted once
+    began = time.monotonic()
+    time.sleep(0.3)
+    tiers.store.disk.wait.set()
+    assert all(one.result(10) for one in both)
+    spent = time.monotonic() - began
+    again = tiers.counters()
+    assert again.read_bytes == 3 * once.read_bytes
+    assert 0.25 <= again.read_seconds - once.read_seconds <= spent + 0.05
+
+
 def test_a_damaged_file_is_a_miss_and_counted(tmp_path: Path):
     tiers = tiers_of(tmp_path, host=1)
     assert isinstance(tiers.store, Store)

@@ -64,6 +64,10 @@ class FileParts:
     clock: Callable[[], float] = time.perf_counter
 
     def read(self, begin: int, end: int) -> memoryview:
+        with self.speed.time.reading():
+            return self._read_timed(begin, end)
+
+    def _read_timed(self, begin: int, end: int) -> memoryview:
         began = self.clock()
         found = new_buffer(end - begin)
         try:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from maskfx.runtime.cache.stores.entry_parts import EntryParts
+from maskfx.runtime.cache.stores.read_speed import ReadSpeed
 from maskfx.runtime.cache.stores.store import Report, StoreCounters
 from maskfx.runtime.cache.stores.store_entry import Buffer, EntryKey, StoreEntry
 
@@ -15,6 +16,9 @@ class EntryStore(Protocol):
 
     @property
     def counters(self) -> StoreCounters: ...
+
+    @property
+    def speed(self) -> ReadSpeed: ...
 
     def put(self, key: EntryKey, payload: Buffer) -> bool:
         """Store an entry, maybe in the background; return False if it can't be written."""

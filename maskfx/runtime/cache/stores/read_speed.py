@@ -7,21 +7,28 @@ from threading import Lock
 
 import numpy as np
 
+from maskfx.runtime.cache.stores.read_time import ReadTime
+
 KEPT = 64  # reads
 ENOUGH = 1 << 18  # bytes of reads from which seconds can be predicted
 DIGITS = 0.1  # in predictions: seconds are rounded to powers of about 10 %
 
 
 class ReadSpeed:
-    """Predicts the seconds of a read as a line over its bytes; thread-safe."""
+    """Predicts the seconds of a read of rows as a line over its bytes; thread-safe.
+
+    `time` also has the reads of whole entries.
+    """
 
     def __init__(self) -> None:
+        self.time = ReadTime()
         self._lock = Lock()
         self._reads: deque[tuple[int, float]] = deque(maxlen=KEPT)
         self._line: tuple[float, float] | None = None
 
     def add(self, nbytes: int, seconds: float) -> None:
         """Take a read into account."""
+        self.time.add(nbytes)
         with self._lock:
             self._reads.append((nbytes, max(seconds, 1e-9)))
             self._line = None

@@ -81,6 +81,10 @@ class RemoteParts:
     clock: Callable[[], float] = time.perf_counter
 
     def read(self, begin: int, end: int) -> memoryview:
+        with self.speed.time.reading():
+            return self._read_timed(begin, end)
+
+    def _read_timed(self, begin: int, end: int) -> memoryview:
         began, why = self.clock(), "it was removed while an edit reads it"
         turns = 2 + pieces_of(end - begin) // PARALLEL
         found = None
