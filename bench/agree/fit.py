@@ -2,7 +2,8 @@
 
 A step lasts, here, from the end of the one before it to its own: what the engine waits and what
 each request's scheduler does in between makes everybody wait. Plain least squares: a mean is
-wanted, and a robust fit would leave the pauses out.
+wanted, and a robust fit would leave the pauses out. Steps and what is around those of other
+requests use the same cores, so that each makes the other slower; both factors are fitted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from maskfx.scheduling.regression import explained
 
 Row = tuple[tuple[float, ...], float]
 Span = tuple[float, float]
+SLOWER = np.linspace(0, 3, 61)  # times longer that a step may take for a request beside it
 
 
 @dataclass
@@ -71,21 +73,30 @@ def courses(notes: Sequence[Note]) -> dict[int, Course]:
     return {c.started.seed: c for c in found.values() if c.ended and c.moved}
 
 
-def step_rows(notes: Sequence[Note]) -> list[Row]:
-    """The composition and the seconds of each step that followed another at once."""
-    ends, moves = defaultdict[str, list[Batched]](list), defaultdict[str, list[Moved]](list)
+@dataclass(frozen=True)
+class StepRow:
+    """A step that followed another at once."""
+
+    composition: tuple[float, ...]
+    beside: float  # requests that were prepared or decoded meanwhile, on average
+    seconds: float
+
+
+def step_rows(notes: Sequence[Note], around: Sequence[Around]) -> list[StepRow]:
+    moves = defaultdict[str, list[Moved]](list)
     for note in notes:
-        if isinstance(note, Batched):
-            ends[note.worker].append(note)
-        elif isinstance(note, Moved):
+        if isinstance(note, Moved):
             moves[note.worker].append(note)
-    rows: list[Row] = []
-    for worker, steps in ends.items():
+    rows: list[StepRow] = []
+    for worker, steps in by_worker(notes).items():
         members = members_of(steps, moves[worker])
+        phases = [s for a in around if a.worker == worker for s in (a.encoding, a.decoding)]
         for before, now, step, last in zip(members, members[1:], steps[1:], steps, strict=False):
             # the worker that made both went from one to the other; those of unknown steps record
             if len(now) == len(step.stepped.members) and before & now:
-                rows.append((Composition.of(step.stepped.members), step.at - last.at))
+                seconds = step.at - last.at
+                beside = sum(common(phase, (last.at, step.at)) for phase in phases) / seconds
+                rows.append(StepRow(Composition.of(step.stepped.members), beside, seconds))
     return rows
 
 
@@ -106,9 +117,25 @@ def least_squares(rows: Sequence[Row]) -> tuple[list[float], float | None]:
     return found.tolist(), explained(seen, left @ found, np.ones(len(left), np.bool_))
 
 
+def slowed_steps(rows: Sequence[StepRow]) -> tuple[list[float], float, float | None]:
+    """Coefficients, what each request beside a step adds to it as a share, and R2."""
+
+    def scaled(slower: float) -> list[Row]:
+        times = [1 + slower * row.beside for row in rows]
+        return [
+            (tuple(k * one for one in row.composition), row.seconds)
+            for k, row in zip(times, rows, strict=True)
+        ]
+
+    fits = [(slower, *least_squares(scaled(slower))) for slower in SLOWER.tolist()]
+    slower, found, r2 = max(fits, key=lambda fit: -np.inf if fit[2] is None else fit[2])
+    return found, slower, r2
+
+
 def fitted(crowded: Sequence[Note], single: Sequence[Course], origin: str) -> FittedCosts:
     """crowded: of a run whose batches vary; single: requests that were alone on the server."""
-    steps, r2 = least_squares(step_rows(crowded))
+    phases = around_steps(crowded)
+    steps, slower, r2 = slowed_steps(step_rows(crowded, phases))
     around = [((1.0, float(c.work.whole)), c.before + c.after) for c in single]
     (around_base, around_per_site), _ = least_squares(around)
     share = sum(c.after for c in single) / max(1e-12, sum(seconds for _, seconds in around))
@@ -120,30 +147,63 @@ def fitted(crowded: Sequence[Note], single: Sequence[Course], origin: str) -> Fi
         **(dict(zip(COEFFICIENTS, steps, strict=True)) | {"per_first": 0.0}),
         around_base=around_base,
         around_per_site=around_per_site,
-        around_beside=beside(crowded, alone, share),
+        around_beside=beside(crowded, phases, alone, share),
+        steps_beside=slower,
         decode_share=share,
         r2=r2,
         origin=origin,
     )
 
 
-def beside(crowded: Sequence[Note], alone: FittedCosts, decode_share: float) -> float:
-    """How many times longer what is around a request's steps takes while others step."""
-    steps = defaultdict[str, list[Span]](list)
-    for note in crowded:
+@dataclass(frozen=True)
+class Around:
+    """When a request was prepared and when it was decoded."""
+
+    worker: str
+    work: Work
+    encoding: Span
+    decoding: Span
+
+
+def around_steps(notes: Sequence[Note]) -> list[Around]:
+    """A request that is prepared waits for the step under way: half of it, on average."""
+    steps = by_worker(notes)
+    found = []
+    for course in courses(notes).values():
+        worker, start, first = course.started.worker, course.started.at, course.moved[0]
+        before = [step for step in steps[worker] if step.at < first - course.pace / 2]
+        follows = bool(before) and first - before[-1].at < 1.5 * course.pace
+        waited = before[-1].stepped.seconds / 2 if follows else 0.0
+        encoding = start, start + max(0.0, course.before - waited)
+        decoding = course.ended - course.after, course.ended
+        found.append(Around(worker, course.work, encoding, decoding))
+    return found
+
+
+def by_worker(notes: Sequence[Note]) -> dict[str, list[Batched]]:
+    """The steps of each worker."""
+    found = defaultdict[str, list[Batched]](list)
+    for note in notes:
         if isinstance(note, Batched):
-            steps[note.worker].append((note.at - note.stepped.seconds, note.at))
+            found[note.worker].append(note)
+    return found
+
+
+def beside(
+    crowded: Sequence[Note], phases: Sequence[Around], alone: FittedCosts, decode_share: float
+) -> float:
+    """How many times longer what is around a request's steps takes while others step."""
+    steps = {
+        worker: [(step.at - step.stepped.seconds, step.at) for step in made]
+        for worker, made in by_worker(crowded).items()
+    }
     took, expected = 0.0, 0.0
-    for policy in courses(crowded).values():
-        seconds = alone.around(policy.work)
-        start, end = policy.started.at, policy.ended
-        spans = (
-            ((start, start + policy.before), 1 - decode_share),
-            ((end - policy.after, end), decode_share),
-        )
+    for phase in phases:
+        seconds = alone.around(phase.work)
+        spans = (phase.encoding, 1 - decode_share), (phase.decoding, decode_share)
         for span, share in spans:
             length = span[1] - span[0]
-            if sum(common(span, one) for one in steps[policy.started.worker]) > length / 2:
+            if sum(common(span, one) for one in steps[phase.worker]) > length / 2:
                 took += length
                 expected += share * seconds
     return max(1.0, took / expected) if expected else 1.0

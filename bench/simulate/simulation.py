@@ -6,7 +6,8 @@ one event per step instead: the twin that tests compare with.
 
 What is simulated: a request waits, starts on a worker (takes a slot), is prepared beside the batch
 (its template is read or recorded, encoders run) and joins the batch when the step under way ends;
-after its last step it leaves the batch, is decoded beside it, and gives its slot back. With
+after its last step it leaves the batch, is decoded beside it, and gives its slot back. What
+is prepared or decoded makes steps slower, and steps make it slower, by the costs' factors. With
 `expire`, a request that isn't done at its deadline ends then, as in an engine: one that waits at
 the next decision, one in a batch after the step under way.
 """
@@ -66,6 +67,7 @@ class Batch:
         self.since, self.pace = 0.0, inf
         self.turn = 0  # it changes after this number of steps
         self.version = 0
+        self.around = 0  # requests that are prepared or decoded beside it
         self.host: OrderedDict[str, None] = OrderedDict()  # templates, least recently used first
 
     def steps_until(self, now: float) -> int:
@@ -121,7 +123,7 @@ class Simulation:
                 if member is not None and member.left > 0:
                     self._ready(at, row, member)
                 elif member is not None:
-                    self._finish(at, row, member)
+                    self._decoded(at, row, member)
                     if self._waiting:
                         self._decide(at)
                 elif version == self.batches[row].version:
@@ -143,17 +145,25 @@ class Simulation:
     def _ready(self, now: float, row: int, member: Member) -> None:
         """A request is prepared. It joins when the step under way ends."""
         batch = self.batches[row]
+        batch.around -= 1
         if (template := member.demand.work.template) is not None:
             self._warm(row, template)
         batch.joining.append(member)
         if not batch.members:
             batch.since, batch.turn = now, 0
             self._turn(now, row)
-        elif not self.plain:
-            steps = ceil((now - batch.since) / batch.pace - EDGE)
-            if steps < batch.turn:
-                batch.turn = steps
-                self._schedule(row)
+        else:
+            self._turn_soon(now, row)
+
+    def _turn_soon(self, now: float, row: int) -> None:
+        """Let the batch change when the step under way ends."""
+        batch = self.batches[row]
+        if not batch.members:
+            return
+        steps = ceil((now - batch.since) / batch.pace - EDGE)
+        if steps < batch.turn:
+            batch.turn = steps
+            self._schedule(row)
 
     def _turn(self, now: float, row: int) -> None:
         """Make a number of steps; requests that are done leave, prepared ones join."""
@@ -176,6 +186,7 @@ class Simulation:
         sizes = len({m.demand.work.whole for m in batch.members})
         compute = self.costs.base + self.costs.per_size * sizes
         compute += sum(m.compute for m in batch.members)
+        compute *= 1 + self.costs.steps_beside * batch.around
         pace = max(compute, sum(m.load for m in batch.members)) if batch.members else inf
         batch.since, batch.pace = now, pace
         self._since[row], self._pace[row] = now, pace
@@ -213,9 +224,20 @@ class Simulation:
         self._stop(row, member)
         decoding = self.costs.decode_share * self._around(row, member.demand)
         if decoding:
+            self.batches[row].around += 1
             self._push(now + decoding, row, 0, member)
         else:
             self._finish(now, row, member)
+
+    def _decoded(self, now: float, row: int, member: Member) -> None:
+        self.batches[row].around -= 1
+        self._finish(now, row, member)
+        self._slow(now, row)
+
+    def _slow(self, now: float, row: int) -> None:
+        """Steps take another time from now on, as other requests are prepared or decoded."""
+        if self.costs.steps_beside:
+            self._turn_soon(now, row)
 
     def _stop(self, row: int, member: Member) -> None:
         self._left[row, member.seat] = 0.0
@@ -279,7 +301,9 @@ class Simulation:
         member = self._member(demand, self.fleet.start(demand, row))
         self._left[row, member.seat] = work.steps
         self.served.queued.append(now - demand.arrived)
+        self.batches[row].around += 1
         self._push(ready, row, 0, member)
+        self._slow(now, row)
 
     def _around(self, row: int, demand: Demand) -> float:
         """What is around a request's steps, as long as it takes beside the worker's batch."""

@@ -70,6 +70,32 @@ def test_what_is_around_the_steps_is_fitted_beside_those_of_others() -> None:
     assert fitted(crowded, single, "made up").around_beside == pytest.approx(2.0, rel=0.05)
 
 
+def test_steps_are_fitted_beside_what_is_around_those_of_others() -> None:
+    """Steps of one request take 1.5 times as long while another is decoded."""
+    works = [Work(sites, 1024, 12) for sites in (100, 400, 900)]
+    alone = batch_of("alone", [works[0]], start=1000.0, seed=99)
+    crowded: list[Note] = []
+    for number, work in enumerate(works):
+        start, id, pace = 100.0 * number, f"c{number}", COSTS.step([work])
+        at = start + 0.3
+        crowded.append(Started(start, "w0", id, number, start, work))
+        for step in range(1, 13):
+            at += pace * (1.5 if 4 <= step <= 7 else 1.0)
+            crowded.append(Batched(at, "w0", Stepped(pace, members_of([work]))))
+            crowded.append(Moved(at, "w0", id, step))
+        crowded.append(Ended(at + 0.1, "w0", id))
+        fourth = start + 0.3 + 3 * pace
+        crowded.append(Started(fourth, "w0", f"d{number}", 10 + number, fourth, work))
+        crowded.append(Moved(fourth, "w0", f"d{number}", 12))
+        crowded.append(Ended(fourth + 6 * pace, "w0", f"d{number}"))
+    found = fitted(crowded, list(courses(alone).values()), "made up")
+    assert found.steps_beside == pytest.approx(0.5, abs=0.051)
+    assert found.r2 is not None
+    assert found.r2 > 0.99
+    for work in works:
+        assert found.step([work]) == pytest.approx(COSTS.step([work]), rel=0.02)
+
+
 def test_the_time_between_batches_is_no_step() -> None:
     """A worker that was idle, and a step of an unknown worker."""
     notes = [

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +84,12 @@ def by_id(served: Served) -> dict[str, float]:
 def test_one_event_per_change_equals_one_event_per_step(
     scheduler: str, seed: int, decode_share: float, expire: bool
 ) -> None:
-    costs = replace_costs(load(CPU), decode_share=decode_share, around_beside=1 + decode_share)
+    costs = replace_costs(
+        load(CPU),
+        decode_share=decode_share,
+        around_beside=1 + decode_share,
+        steps_beside=decode_share / 2,
+    )
     workload = replace(WORKLOADS[CPU], slo=4.0, steps=(5, 12))
     runs = [
         Simulation(
@@ -126,11 +132,12 @@ def test_a_template_is_read_once_and_stays_while_there_is_room() -> None:
     made = Simulation(FcfsScheduler(costs, make_router("cost")), costs, 1, 1, recorded=["t"])
     alone = costs.solo(work)
     latency = by_id(made.run(coming))
-    assert latency == pytest.approx({"0": alone + 10.0, "1": alone, "2": alone})
+    read = 1.0 + 9 * (1.0 - costs.step([work]))
+    assert latency == pytest.approx({"0": alone + read, "1": alone, "2": alone})
     none = Simulation(
         FcfsScheduler(costs, make_router("cost")), costs, 1, 1, host=0, recorded=["t"]
     )
-    assert min(by_id(none.run(coming)).values()) > alone + 9.0
+    assert min(by_id(none.run(coming)).values()) > alone + 0.9 * read
 
 
 def replace_costs(costs: FittedCosts, **change: float) -> FittedCosts:
@@ -160,6 +167,18 @@ def test_what_is_around_the_steps_takes_longer_beside_others() -> None:
     steps = 10 * costs.step([first.work, second.work])
     assert both["0"] == pytest.approx(0.04 + steps + 3 * 0.06)
     assert both["1"] == pytest.approx(0.1 + steps + 20 * costs.step([second.work]))
+
+
+def test_steps_take_longer_beside_what_is_around_those_of_others() -> None:
+    """One is decoded for 0.6 s while the other goes on; a step that has begun isn't changed."""
+    costs = replace_costs(COSTS, around_base=1.0, decode_share=0.6, steps_beside=0.5)
+    first, second = Demand("0", Work(100, 4096, 10), 0.0), Demand("1", Work(100, 4096, 30), 0.0)
+    found = by_id(simulated(costs, [first, second]))
+    both, one = costs.step([first.work, second.work]), costs.step([second.work])
+    slow = ceil(0.6 / (1.5 * one))
+    assert 1 < slow < 20
+    assert found["0"] == pytest.approx(1.0 + 10 * both)
+    assert found["1"] == pytest.approx(1.0 + 10 * both + (20 + 0.5 * slow) * one)
 
 
 def simulated(costs: FittedCosts, coming: list[Demand]) -> Served:
