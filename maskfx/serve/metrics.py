@@ -303,7 +303,7 @@ class CacheCounts:
 
     Args:
         metrics: Has the server's counters.
-        observe_reads: Is told the bytes of templates that were read from disk, and the seconds.
+        observe_reads: Gets the bytes of templates that were read from disk, and the seconds.
     """
 
     def __init__(
