@@ -235,7 +235,7 @@ class Dispatch:
             return
         mate.stepped(self._clock(), stepped.seconds)
         batch = [running.demand.work for running in mate.load.running]
-        loaded = sum(work.bytes for work in batch) if fits(batch, stepped) else 0
+        loaded = mate.loaded(batch) if fits(batch, stepped) else 0
         # several groups of a worker's requests step at the same time: it is as fast as all of them
         occupied = msgspec.structs.replace(stepped, seconds=stepped.occupied)
         self._costs.observe(occupied, loaded)

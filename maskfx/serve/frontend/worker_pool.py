@@ -5,11 +5,11 @@ Knows nothing of processes or sockets.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from maskfx.scheduling.load import Demand, Running, TemplateTier, Worker
+from maskfx.scheduling.load import Demand, Running, TemplateTier, Work, Worker
 
 Known = TypeVar("Known")
 KNOWN_TEMPLATES = 4096  # per worker; the oldest are dropped
@@ -64,6 +64,14 @@ class WorkerState:
         """Record a finished step. Requests that failed in it count as part of its batch."""
         self.moved, self.crowd = now, len(self.load.running)
         self.spent += seconds
+
+    def loaded(self, batch: Sequence[Work]) -> int:
+        """Return the bytes that a step of these requests loads from memory.
+
+        0 if it reads some from disk: then its time shows the speed of neither.
+        """
+        tiers = {self.load.warm.get(work.template) for work in batch if work.template is not None}
+        return 0 if TemplateTier.DISK in tiers else sum(work.bytes for work in batch)
 
     def around(self, id: str, now: float) -> float | None:
         """Return a request's seconds outside steps; None if it shared the worker."""

@@ -421,9 +421,16 @@ def test_costs_learn_from_steps_and_of_loads_where_the_batch_is_known(context: D
     context.dispatch.stepped("w", Stepped(4.0, edits(48)))  # the whole picture is recorded first
     context.dispatch.stepped("w", Stepped(0.5, edits(8)))  # a margin more
     assert [loaded for _, loaded in costs.observed] == [70, 0, 0, 70]
-    context.now[0] += 7.0
+    (running,) = context.dispatch.pool.mates["w"].load.running
+    own = running.demand
+    for tier, loaded in (("disk", 0), ("host", 70)):  # where the template's rows are
+        running.demand = replace(own, work=replace(work, template="hat"))
+        context.dispatch.pool.warmed("w", "hat", {tier: 70})
+        context.dispatch.stepped("w", Stepped(0.5, edits(6)))
+        assert costs.observed[-1][1] == loaded
+    context.now[0] += 8.0
     context.done("w", "a")
-    assert costs.around_observed == [(work, 1.5)], "5.5 s of 7 were steps"
+    assert costs.around_observed == [(work, 1.5)], "6.5 s of 8 were steps"
 
 
 def test_it_counts_what_happens(context: Desk) -> None:
