@@ -1,9 +1,10 @@
-"""Group norms, writes of rows and exchanges between processes in C, for a CPU.
+"""Attention, group norms, writes of rows and exchanges between processes in C, for a CPU.
 
 A step of a small edit has dozens of norms over a few rows each, and one that replaces cached rows
-writes to dozens of buffers; the calls of PyTorch and NumPy cost more than the work. `rings.c`
-moves what ranks of one machine exchange. Both are compiled by the machine's C compiler at the first
-call, in about half a second, and kept. Without a compiler the plain implementations run.
+writes to dozens of buffers; the calls of PyTorch and NumPy cost more than the work. `attention.c`
+computes attention in vectors of 512 bits, over fresh and cached keys without copying them.
+`rings.c` moves what ranks of one machine exchange. All are compiled by the machine's C compiler at
+the first call, in about a second, and kept. Without a compiler the plain implementations run.
 
 May import: ops/*.py, ops/kernels/serves; the plain operators. Begin with `cpu.py`.
 """

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from maskfx.ops.cache_folder import kept_folder
 
 log = logging.getLogger(__name__)
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("rows.c", "rings.c"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("rows.c", "rings.c", "attention.c"))
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
+# threads are those of the OpenMP library that PyTorch has loaded, so no library is linked
+THREADS = ("-fopenmp", "-nodefaultlibs", "-lc")
 SECONDS = 60.0  # that a compiler may take
 P, N, D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 ARGUMENTS = {
@@ -32,7 +35,10 @@ ARGUMENTS = {
     "copy_chosen": (P, N, P, N, ctypes.c_int),
     "ring_run": (P, N, N, N, P, N, D, P),
     "ring_leave": (P, N),
+    "attend": (P, D),
+    "attends": (),
 }
+BEYOND = -2  # the result of a function that was given rows that aren't there
 
 
 @cache
@@ -43,21 +49,28 @@ def c_functions() -> ctypes.CDLL | None:
     if compiler is None:
         log.info("no C compiler (%s): plain operators run", name)
         return None
+    with suppress(OSError, subprocess.SubprocessError):  # without OpenMP, or with another library
+        return loaded(compiled(compiler, THREADS))
     try:
         return loaded(compiled(compiler))
     except (OSError, subprocess.SubprocessError) as error:
-        names = " and ".join(source.name for source in SOURCES)
+        names = ", ".join(source.name for source in SOURCES)
         log.info("%s can't compile %s: %s; plain operators run", compiler, names, error)
         return None
 
 
-def compiled(compiler: str) -> Path:
-    """Return the path of the compiled sources, which processes and later runs share."""
-    path = folder() / f"rows-{digest(compiler)}.so"
+def compiled(compiler: str, more: tuple[str, ...] = ()) -> Path:
+    """Return the path of the compiled sources, which processes and later runs share.
+
+    Args:
+        compiler: The compiler.
+        more: Options besides `FLAGS`.
+    """
+    path = folder() / f"rows-{digest(compiler, more)}.so"
     if path.exists():
         return path
     new = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.new")
-    command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(new), "-lm"]
+    command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(new), "-lm", *more]
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
         os.replace(new, path)
@@ -66,9 +79,9 @@ def compiled(compiler: str) -> Path:
     return path
 
 
-def digest(compiler: str) -> str:
+def digest(compiler: str, more: tuple[str, ...] = ()) -> str:
     """Identify the sources, how they are compiled, and the processor they are compiled for."""
-    about = (compiler, FLAGS, platform.machine(), processor())
+    about = (compiler, FLAGS, more, platform.machine(), processor())
     content = b"".join(source.read_bytes() for source in SOURCES)
     return hashlib.sha256(content + repr(about).encode()).hexdigest()[:24]
 

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskfx.ops.native.build import c_functions
-from maskfx.ops.native.cpu import BEYOND, serving
+from maskfx.ops.native.build import BEYOND, c_functions
+from maskfx.ops.native.cpu import serving
 
 Ints = NDArray[np.int64]
 Kind = tuple[torch.Size, torch.dtype]

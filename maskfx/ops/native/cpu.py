@@ -10,9 +10,9 @@ from torch import Tensor
 
 from maskfx.ops.base import implement, plain_of
 from maskfx.ops.kernels.serves import switched_on
-from maskfx.ops.native.build import c_functions
+from maskfx.ops.native.attention import attend, attend_part
+from maskfx.ops.native.build import BEYOND, c_functions
 
-BEYOND = -2  # the result of a C function that was given rows that aren't there
 MOST = 1 << 18  # numbers; larger ones are shared by PyTorch's threads, if there are several
 
 
@@ -145,7 +145,8 @@ def packed(structures: Sequence[tuple[int, ...]]) -> tuple[object, int]:
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., object]] = {
-    function.__name__: function for function in (group_scale, scale_shift, put_all, replace_all)
+    function.__name__: function
+    for function in (group_scale, scale_shift, put_all, replace_all, attend, attend_part)
 }
 
 
