@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import budget, masks, reuse, rolling, storage, stretches, transport
+from bench import budget, cpu_attention, masks, reuse, rolling, storage, stretches, transport
 from bench.denoisers import memory
 from bench.denoisers.run import main
 from bench.denoisers.sides import OURS, read_sides, relative_error
@@ -60,6 +60,15 @@ def test_memory_is_measured(capsys):
     assert figures["cache_bytes"] == keys_and_values + 64 * 64 * 4  # and the output
     peaks = {"dense_peak_bytes", "record_peak_bytes", "edit_peak_bytes"}
     assert all(figures[name] >= 0 for name in peaks)
+
+
+def test_attention_of_a_cpu_is_measured(tmp_path: Path, capsys):
+    asked = ["--quick", "--threads", "1", "--rounds", "2", "--out", str(tmp_path)]
+    assert cpu_attention.main(asked) == 0
+    assert "times faster" in capsys.readouterr().out
+    [row] = json.loads((tmp_path / "cpu-attention.json").read_text())["rows"]
+    assert max(row["errors"].values()) < 1e-5
+    assert row["times_faster"]["min"] > 0
 
 
 def test_budgets_are_measured(tmp_path: Path, capsys):
