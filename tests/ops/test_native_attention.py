@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -11,11 +12,10 @@ from torch import Tensor
 
 from maskfx import ops
 from maskfx.ops.base import plain_of
-from maskfx.ops.native import attention
-from maskfx.ops.native.build import c_functions
+from maskfx.ops.native import attention, build
 from tests.ops.test_ops import numbers
 
-LIB = c_functions()
+LIB = build.c_functions()
 pytestmark = pytest.mark.skipif(
     LIB is None or not LIB.attends(), reason="no C compiler, or no AVX-512 here"
 )
@@ -135,3 +135,20 @@ def test_other_values_are_left_to_pytorch() -> None:
     assert attention.serving(rows, spans) is None, "double precision"
     assert attention.serving((single[0].transpose(1, 2), *single[1:]), spans) is None
     assert attention.serving(single, [span.int() for span in spans]) is None
+
+
+def test_without_openmp_several_threads_are_left_to_pytorch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler = shutil.which("cc")
+    assert compiler is not None
+    lib = build.loaded(build.compiled(compiler))
+    monkeypatch.setattr(attention, "c_functions", lambda: lib)
+    rows, spans = drawn(4, **FORMS[0], pairs=1)
+    single = tuple(x.float() for x in rows)
+    serves = attention.serving(single, spans) is not None
+    assert serves == (torch.get_num_threads() == 1)
+    torch.testing.assert_close(
+        ops.attend(*single, *spans, None, 1, False, None),
+        plain_of("attend")(*single, *spans, None, 1, False, None),
+    )
