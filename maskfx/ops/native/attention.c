@@ -2,8 +2,8 @@
  *
  * Queries lie in the lanes of vectors: a number of a key is multiplied with a tile of queries at
  * once, whatever the depth of a head. Keys come in blocks, whose scores, softmax and sums of values
- * stay in the first cache; several tiles take a block in turn. What a request gets doesn't depend on
- * the others. */
+ * stay in the first cache; several tiles take a block in turn. What a request gets doesn't depend
+ * on the others. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -35,9 +35,9 @@ int attend(const int64_t *given, double scale) { return -1; }
 #define LANES 16
 #define VECTORS 2              /* of a tile */
 #define TILE (LANES * VECTORS) /* queries */
-#define GROUP 8                /* tiles that take a block of keys in turn */
+#define GROUP 8                /* tiles at most that take a block of keys in turn */
 #define BLOCK 64               /* keys */
-#define STEP 8                 /* keys, or numbers of values, that are summed at once, in registers */
+#define STEP 8                 /* keys, or numbers of values, that are summed at once */
 #define LOG_2 0.6931471805599453
 
 typedef __m512 vec;
@@ -153,12 +153,11 @@ static int64_t row_of(const int64_t *span, int64_t n)
     return span[0] + n;
 }
 
-/* Attend for one head of a request: the queries from `first` on, GROUP tiles at most. */
+/* Attend for one head of a request: `count` queries from `first` on, GROUP tiles at most. */
 static void attend_tiles(const Call *call, int64_t request, int64_t head, int64_t first,
-                         int64_t queries, float scale, vec *space)
+                         int64_t count, float scale, vec *space)
 {
     int64_t depth = call->depth, depth_v = call->depth_v, heads = call->heads;
-    int64_t count = queries - first < GROUP * TILE ? queries - first : GROUP * TILE;
     int64_t tiles = (count + TILE - 1) / TILE, key_head = head * call->key_heads / heads;
     const int64_t *span = (const int64_t *)call->spans[0] + 2 * request * call->pairs[0];
     vec *query = space, *sums = space + GROUP * depth * VECTORS;
@@ -178,19 +177,21 @@ static void attend_tiles(const Call *call, int64_t request, int64_t head, int64_
             lane[d * TILE] = row[d] * scale;
     }
     for (int side = 0; side < 2; side++) { /* fresh keys, then cached ones */
-        const float *keys = (const float *)(side ? call->rest_k : call->k);
-        const float *values = (const float *)(side ? call->rest_v : call->v);
         const int64_t *key_stride = call->strides[side ? 3 : 1];
         const int64_t *value_stride = call->strides[side ? 4 : 2];
+        const float *keys = (const float *)(side ? call->rest_k : call->k);
+        const float *values = (const float *)(side ? call->rest_v : call->v);
+        keys += key_head * key_stride[1];
+        values += key_head * value_stride[1];
         int64_t pairs = call->pairs[1 + side];
         const int64_t *own = (const int64_t *)call->spans[1 + side] + 2 * request * pairs;
         for (int64_t p = 0; p < pairs; p++)
             for (int64_t at = own[2 * p], stop = own[2 * p + 1]; at < stop; at += BLOCK)
                 for (int64_t t = 0; t < tiles; t++)
-                    attend_block(keys + at * key_stride[0] + key_head * key_stride[1], key_stride[0],
-                                 values + at * value_stride[0] + key_head * value_stride[1],
-                                 value_stride[0], stop - at < BLOCK ? stop - at : BLOCK, depth,
-                                 depth_v, query + t * depth * VECTORS, soft + t,
+                    attend_block(keys + at * key_stride[0], key_stride[0],
+                                 values + at * value_stride[0], value_stride[0],
+                                 stop - at < BLOCK ? stop - at : BLOCK, depth, depth_v,
+                                 query + t * depth * VECTORS, soft + t,
                                  sums + t * depth_v * VECTORS);
     }
     for (int64_t n = 0; n < count; n++) {
@@ -217,6 +218,19 @@ static int64_t count_rows(const int64_t *span, int64_t pairs, int64_t rows)
     return count;
 }
 
+/* Divide the work for the threads: units of one head and `size` queries at most; return the size.
+ * `begins` gets the first unit of each request, and the number of all. */
+static int64_t divide(const Call *call, const int64_t *queries, int64_t *begins)
+{
+    for (int64_t size = GROUP * TILE;; size /= 2) {
+        begins[0] = 0;
+        for (int64_t r = 0; r < call->requests; r++)
+            begins[r + 1] = begins[r] + call->heads * ((queries[r] + size - 1) / size);
+        if (size == TILE || call->threads == 1 || begins[call->requests] >= 4 * call->threads)
+            return size;
+    }
+}
+
 /* Attend for all requests. Queries without keys get zeros, and a log-sum-exp of minus infinity.
  * Return -1 if memory is short, -2 for spans of rows that aren't there. */
 int attend(const int64_t *given, double scale)
@@ -226,8 +240,7 @@ int attend(const int64_t *given, double scale)
     int64_t *queries = malloc((2 * requests + 1) * sizeof(int64_t));
     if (!queries)
         return -1;
-    int64_t *begins = queries + requests; /* of each request: the first of its units of work */
-    begins[0] = 0;
+    int64_t *begins = queries + requests;
     for (int64_t r = 0; r < requests; r++) {
         for (int kind = 2; kind >= 0; kind--) {
             int64_t pairs = call->pairs[kind];
@@ -238,12 +251,12 @@ int attend(const int64_t *given, double scale)
                 return -2;
             }
         }
-        begins[r + 1] = begins[r] + heads * ((queries[r] + GROUP * TILE - 1) / (GROUP * TILE));
     }
+    int64_t size = divide(call, queries, begins);
 #pragma omp parallel num_threads(call->threads) if (call->threads > 1 && begins[requests] > 1)
     {
-        size_t size = GROUP * VECTORS * (call->depth + call->depth_v) * sizeof(vec);
-        vec *space = aligned_alloc(sizeof(vec), size);
+        int64_t numbers = call->depth + call->depth_v; /* of each query of the tiles */
+        vec *space = aligned_alloc(sizeof(vec), GROUP * VECTORS * numbers * sizeof(vec));
         if (!space) {
 #pragma omp atomic write
             failed = 1;
@@ -254,8 +267,9 @@ int attend(const int64_t *given, double scale)
             while (begins[r + 1] <= unit)
                 r++;
             int64_t groups = (begins[r + 1] - begins[r]) / heads, own = unit - begins[r];
+            int64_t first = own % groups * size, left = queries[r] - first;
             if (space)
-                attend_tiles(call, r, own / groups, own % groups * GROUP * TILE, queries[r],
+                attend_tiles(call, r, own / groups, first, left < size ? left : size,
                              (float)(scale / LOG_2), space);
         }
         free(space);
