@@ -33,7 +33,7 @@ int attend(const int64_t *given, double scale) { return -1; }
 #include <math.h>
 
 #define LANES 16
-#define VECTORS 2              /* of a tile */
+#define VECTORS 2              /* of a tile; a last one of few queries has 1 */
 #define TILE (LANES * VECTORS) /* queries */
 #define GROUP 8                /* tiles at most that take a block of keys in turn */
 #define BLOCK 64               /* keys */
@@ -70,79 +70,79 @@ static inline vec power(vec x)
     return _mm512_scalef_ps(found, whole);
 }
 
-/* The products of `count` keys, STEP at most, with a tile's queries, (depth, TILE). */
-static inline __attribute__((always_inline)) void score(const int count, const float *key,
-                                                        int64_t row, const vec *query,
-                                                        int64_t depth, vec *out)
+/* The products of `count` keys, STEP at most, with a tile's queries, (depth, vectors). */
+static inline __attribute__((always_inline)) void score(const int vectors, const int count,
+                                                        const float *key, int64_t row,
+                                                        const vec *query, int64_t depth, vec *out)
 {
     vec sum[STEP][VECTORS];
     for (int k = 0; k < count; k++)
-        for (int v = 0; v < VECTORS; v++)
+        for (int v = 0; v < vectors; v++)
             sum[k][v] = _mm512_setzero_ps();
     for (int64_t d = 0; d < depth; d++) {
 #pragma GCC unroll 8
         for (int k = 0; k < count; k++) {
             vec one = _mm512_set1_ps(key[k * row + d]);
-            for (int v = 0; v < VECTORS; v++)
-                sum[k][v] += one * query[d * VECTORS + v];
+            for (int v = 0; v < vectors; v++)
+                sum[k][v] += one * query[d * vectors + v];
         }
     }
     for (int k = 0; k < count; k++)
-        for (int v = 0; v < VECTORS; v++)
-            out[k * VECTORS + v] = sum[k][v];
+        for (int v = 0; v < vectors; v++)
+            out[k * vectors + v] = sum[k][v];
 }
 
 /* Add values, times a tile's weights, to its sums: `count` numbers of each value, STEP at most. */
-static inline __attribute__((always_inline)) void mix(const int count, const float *value,
-                                                      int64_t row, const vec *weight, int64_t keys,
-                                                      vec *sums)
+static inline __attribute__((always_inline)) void mix(const int vectors, const int count,
+                                                      const float *value, int64_t row,
+                                                      const vec *weight, int64_t keys, vec *sums)
 {
     vec sum[STEP][VECTORS];
     for (int d = 0; d < count; d++)
-        for (int v = 0; v < VECTORS; v++)
-            sum[d][v] = sums[d * VECTORS + v];
+        for (int v = 0; v < vectors; v++)
+            sum[d][v] = sums[d * vectors + v];
     for (int64_t k = 0; k < keys; k++) {
 #pragma GCC unroll 8
         for (int d = 0; d < count; d++) {
             vec one = _mm512_set1_ps(value[k * row + d]);
-            for (int v = 0; v < VECTORS; v++)
-                sum[d][v] += one * weight[k * VECTORS + v];
+            for (int v = 0; v < vectors; v++)
+                sum[d][v] += one * weight[k * vectors + v];
         }
     }
     for (int d = 0; d < count; d++)
-        for (int v = 0; v < VECTORS; v++)
-            sums[d * VECTORS + v] = sum[d][v];
+        for (int v = 0; v < vectors; v++)
+            sums[d * vectors + v] = sum[d][v];
 }
 
 /* Let a tile attend to a block of keys. */
-static void attend_block(const float *key, int64_t key_row, const float *value, int64_t value_row,
-                         int64_t keys, int64_t depth, int64_t depth_v, const vec *query,
-                         Softmax *soft, vec *sums)
+static inline __attribute__((always_inline)) void attend_block(
+    const int vectors, const float *key, int64_t key_row, const float *value, int64_t value_row,
+    int64_t keys, int64_t depth, int64_t depth_v, const vec *query, Softmax *soft, vec *sums)
 {
     vec weight[BLOCK * VECTORS];
     int64_t k = 0, d = 0;
     for (; k + STEP <= keys; k += STEP)
-        score(STEP, key + k * key_row, key_row, query, depth, weight + k * VECTORS);
+        score(vectors, STEP, key + k * key_row, key_row, query, depth, weight + k * vectors);
     for (; k < keys; k++)
-        score(1, key + k * key_row, key_row, query, depth, weight + k * VECTORS);
-    for (int v = 0; v < VECTORS; v++) {
+        score(vectors, 1, key + k * key_row, key_row, query, depth, weight + k * vectors);
+    for (int v = 0; v < vectors; v++) {
         vec high = soft->highest[v];
         for (k = 0; k < keys; k++)
-            high = _mm512_max_ps(high, weight[k * VECTORS + v]);
+            high = _mm512_max_ps(high, weight[k * vectors + v]);
         vec fade = power(soft->highest[v] - high), total = soft->total[v] * fade;
         for (k = 0; k < keys; k++)
-            total += weight[k * VECTORS + v] = power(weight[k * VECTORS + v] - high);
+            total += weight[k * vectors + v] = power(weight[k * vectors + v] - high);
         soft->highest[v] = high;
         soft->total[v] = total;
         for (d = 0; d < depth_v; d++)
-            sums[d * VECTORS + v] *= fade;
+            sums[d * vectors + v] *= fade;
     }
     for (d = 0; d + STEP <= depth_v; d += STEP)
-        mix(STEP, value + d, value_row, weight, keys, sums + d * VECTORS);
+        mix(vectors, STEP, value + d, value_row, weight, keys, sums + d * vectors);
     for (; d + STEP / 2 <= depth_v; d += STEP / 2)
-        mix(STEP / 2, value + d, value_row, weight, keys, sums + d * VECTORS);
+        mix(vectors, STEP / 2, value + d, value_row, weight, keys, sums + d * vectors);
     for (; d < depth_v; d++)
-        mix(1, value + d, value_row, weight, keys, sums + d * VECTORS);
+        mix(vectors, 1, value + d, value_row, weight, keys, sums + d * vectors);
 }
 
 /* The n-th row of ranges of rows. */
@@ -159,6 +159,7 @@ static void attend_tiles(const Call *call, int64_t request, int64_t head, int64_
 {
     int64_t depth = call->depth, depth_v = call->depth_v, heads = call->heads;
     int64_t tiles = (count + TILE - 1) / TILE, key_head = head * call->key_heads / heads;
+    int64_t narrow = tiles * TILE - count >= LANES ? tiles - 1 : -1; /* the tile of one vector */
     const int64_t *span = (const int64_t *)call->spans[0] + 2 * request * call->pairs[0];
     vec *query = space, *sums = space + GROUP * depth * VECTORS;
     Softmax soft[GROUP];
@@ -173,8 +174,9 @@ static void attend_tiles(const Call *call, int64_t request, int64_t head, int64_
         const float *row = (const float *)call->q + row_of(span, first + n) * call->strides[0][0] +
                            head * call->strides[0][1];
         float *lane = (float *)(query + n / TILE * depth * VECTORS) + n % TILE;
+        int64_t step = n / TILE == narrow ? LANES : TILE;
         for (int64_t d = 0; d < depth; d++)
-            lane[d * TILE] = row[d] * scale;
+            lane[d * step] = row[d] * scale;
     }
     for (int side = 0; side < 2; side++) { /* fresh keys, then cached ones */
         const int64_t *key_stride = call->strides[side ? 3 : 1];
@@ -184,22 +186,31 @@ static void attend_tiles(const Call *call, int64_t request, int64_t head, int64_
         keys += key_head * key_stride[1];
         values += key_head * value_stride[1];
         int64_t pairs = call->pairs[1 + side];
-        const int64_t *own = (const int64_t *)call->spans[1 + side] + 2 * request * pairs;
+        const int64_t *ranges = (const int64_t *)call->spans[1 + side] + 2 * request * pairs;
         for (int64_t p = 0; p < pairs; p++)
-            for (int64_t at = own[2 * p], stop = own[2 * p + 1]; at < stop; at += BLOCK)
-                for (int64_t t = 0; t < tiles; t++)
-                    attend_block(keys + at * key_stride[0], key_stride[0],
-                                 values + at * value_stride[0], value_stride[0],
-                                 stop - at < BLOCK ? stop - at : BLOCK, depth, depth_v,
-                                 query + t * depth * VECTORS, soft + t,
-                                 sums + t * depth_v * VECTORS);
+            for (int64_t at = ranges[2 * p], stop = ranges[2 * p + 1]; at < stop; at += BLOCK)
+                for (int64_t t = 0; t < tiles; t++) {
+                    const float *key = keys + at * key_stride[0];
+                    const float *value = values + at * value_stride[0];
+                    int64_t size = stop - at < BLOCK ? stop - at : BLOCK;
+                    const vec *own = query + t * depth * VECTORS;
+                    vec *sum = sums + t * depth_v * VECTORS;
+                    if (t == narrow)
+                        attend_block(1, key, key_stride[0], value, value_stride[0], size, depth,
+                                     depth_v, own, soft + t, sum);
+                    else
+                        attend_block(VECTORS, key, key_stride[0], value, value_stride[0], size,
+                                     depth, depth_v, own, soft + t, sum);
+                }
     }
     for (int64_t n = 0; n < count; n++) {
         int64_t t = n / TILE, lane = n % TILE, place = row_of(span, first + n) * heads + head;
         float total = ((float *)soft[t].total)[lane], *row = (float *)call->out + place * depth_v;
         float share = total > 0 ? 1 / total : 0;
+        const float *own = (const float *)(sums + t * depth_v * VECTORS) + lane;
+        int64_t step = t == narrow ? LANES : TILE;
         for (int64_t d = 0; d < depth_v; d++)
-            row[d] = ((float *)(sums + (t * depth_v + d) * VECTORS))[lane] * share;
+            row[d] = own[d * step] * share;
         if (call->weights)
             ((float *)call->weights)[place] =
                 (((float *)soft[t].highest)[lane] + log2f(total)) * (float)LOG_2;
