@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def measure(shape: Shape, threads: int, rounds: int) -> dict[str, Any]:
     more = (*spans, None, 1, False, None)
     plain = plain_of("attend")
     wanted = plain(*given(shape, torch.float64)[0], *more)
-    sides = {
+    sides: dict[str, Callable[[int], Tensor]] = {
         "own": lambda _: ops.attend(*rows, *more),
         "torch": lambda _: plain(*rows, *more),
     }

@@ -22,6 +22,7 @@ from maskfx.ops.exchange import (
     peer_sums,
     sum_ranks,
 )
+from maskfx.ops.few_rows import few_rows_linear, linear
 from maskfx.ops.fused import (
     add_gated,
     attend_packed,
@@ -60,7 +61,10 @@ ALL = (
 )
 
 # of graphs that are about to run
-FUSED = (window_product, norm_activation, gated, modulate, add_gated, attend_packed)
+FUSED = (
+    *(window_product, norm_activation, gated, modulate, add_gated, attend_packed),
+    few_rows_linear,
+)
 
 # of graphs that are split over ranks
 EXCHANGES = (
@@ -92,12 +96,14 @@ __all__ = [
     "exchange",
     "exchange_normed",
     "expert_product",
+    "few_rows_linear",
     "from_heads",
     "gated",
     "gather",
     "group_scale",
     "has_kernels",
     "line_scale",
+    "linear",
     "merge_parts",
     "modulate",
     "norm_activation",

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from maskfx.ops.attention import attend, ragged_flops
 from maskfx.ops.base import define
+from maskfx.ops.few_rows import linear
 from maskfx.ops.norms import scale_shift
 from maskfx.ops.unpack import widen
 from maskfx.ops.windows import by_blocks
@@ -43,7 +44,7 @@ def _window_product(
         bias: (outputs,).
         activation: A name in `ACTIVATIONS`.
     """
-    multiply = partial(F.linear, weight=weight, bias=bias)
+    multiply = partial(linear, weight=weight, bias=bias)
     return ACTIVATIONS[activation](by_blocks(rows, halo, table, multiply))
 
 

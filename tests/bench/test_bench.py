@@ -7,7 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import budget, cpu_attention, masks, reuse, rolling, storage, stretches, transport
+from bench import (
+    budget,
+    cpu_attention,
+    few_rows,
+    masks,
+    reuse,
+    rolling,
+    storage,
+    stretches,
+    transport,
+)
 from bench.denoisers import memory
 from bench.denoisers.run import main
 from bench.denoisers.sides import OURS, read_sides, relative_error
@@ -69,6 +79,16 @@ def test_attention_of_a_cpu_is_measured(tmp_path: Path, capsys):
     [row] = json.loads((tmp_path / "cpu-attention.json").read_text())["rows"]
     assert max(row["errors"].values()) < 1e-5
     assert row["times_faster"]["min"] > 0
+
+
+def test_products_of_few_rows_are_measured(tmp_path: Path, capsys):
+    assert (
+        few_rows.main(["--quick", "--threads", "1", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    )
+    assert "16 x 640 x 640" in capsys.readouterr().out
+    [row] = json.loads((tmp_path / "few-rows.json").read_text())["rows"]
+    assert max(row["errors"].values()) < 1e-5
+    assert min(row["times_faster"].values()) > 0
 
 
 def test_budgets_are_measured(tmp_path: Path, capsys):

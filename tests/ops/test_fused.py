@@ -34,6 +34,7 @@ SAMPLES: dict[Any, tuple[Any, ...]] = {
     ops.modulate: (ROWS, numbers(2, 4, seed=1), numbers(2, 4, seed=2), OWNER),
     ops.add_gated: (ROWS, ROWS + 1, numbers(2, 4, seed=1), OWNER),
     ops.attend_packed: (HEADS, HEADS + 1, HEADS - 1, STEPS, SCALES, STEPS, SCALES, *LAYOUT),
+    ops.few_rows_linear: (ROWS, numbers(5, 4, seed=1), numbers(5, seed=2)),
 }  # fmt: skip
 
 
@@ -54,6 +55,9 @@ def by_hand(op: Any, *own: Any) -> Tensor:
         case ops.add_gated:
             base, rows, gate, owner = own
             return base + rows * gate[owner]
+        case ops.few_rows_linear:
+            rows, weight, bias = own
+            return rows @ weight.T + bias
         case ops.attend_packed:
             q, k, v, *packed = own
             rest = [(s.view(5, 2, 4) * c[:, :, None]).view(5, 2, 4)
@@ -109,7 +113,11 @@ def test_rows_of_4_bits() -> None:
 
 @pytest.mark.parametrize(
     ("op", "count"),
-    [(ops.window_product, 2 * 2 * 5 * 12), (ops.attend_packed, 2 * 16 * (2 * 5 + 4 * 6))],
+    [
+        (ops.window_product, 2 * 2 * 5 * 12),
+        (ops.attend_packed, 2 * 16 * (2 * 5 + 4 * 6)),
+        (ops.few_rows_linear, 2 * 6 * 4 * 5),
+    ],
     ids=str,
 )
 def test_flops(op: Any, count: int) -> None:

@@ -17,7 +17,7 @@ from tests.ops.test_ops import numbers
 
 LIB = build.c_functions()
 pytestmark = pytest.mark.skipif(
-    LIB is None or not LIB.attends(), reason="no C compiler, or no AVX-512 here"
+    LIB is None or not LIB.wide(), reason="no C compiler, or no AVX-512 here"
 )
 Rows = tuple[Tensor, ...]
 
@@ -143,7 +143,7 @@ def test_without_openmp_several_threads_are_left_to_pytorch(
     compiler = shutil.which("cc")
     assert compiler is not None
     lib = build.loaded(build.compiled(compiler))
-    monkeypatch.setattr(attention, "c_functions", lambda: lib)
+    monkeypatch.setattr(build, "c_functions", lambda: lib)
     rows, spans = drawn(4, **FORMS[0], pairs=1)
     single = tuple(x.float() for x in rows)
     serves = attention.serving(single, spans) is not None

@@ -2,7 +2,8 @@
 
 A step of a small edit has dozens of norms over a few rows each, and one that replaces cached rows
 writes to dozens of buffers; the calls of PyTorch and NumPy cost more than the work. `attention.c`
-computes attention in vectors of 512 bits, over fresh and cached keys without copying them.
+and `linear.c` compute attention and products of few rows in vectors of 512 bits, without copying
+cached keys and without bringing weights into another layout.
 `rings.c` moves what ranks of one machine exchange. All are compiled by the machine's C compiler at
 the first call, in about a second, and kept. Without a compiler the plain implementations run.
 

@@ -22,8 +22,8 @@ typedef struct {
 
 #ifndef __AVX512F__
 
-/* Whether attention is computed here: 1 on one thread, 2 on several. */
-int attends(void) { return 0; }
+/* Whether functions in vectors of 512 bits run here: 1 on one thread, 2 on several. */
+int wide(void) { return 0; }
 
 int attend(const int64_t *given, double scale) { return -1; }
 
@@ -47,7 +47,7 @@ typedef struct {
     vec highest[VECTORS], total[VECTORS];
 } Softmax;
 
-int attends(void)
+int wide(void)
 {
 #ifdef _OPENMP
     return 2;

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from maskfx.ops.base import plain_of
-from maskfx.ops.kernels.serves import switched_on
-from maskfx.ops.native.build import BEYOND, c_functions
+from maskfx.ops.native.build import BEYOND, wide_functions
 
 
 def attend(
@@ -65,8 +64,7 @@ def serving(rows: Sequence[Tensor], spans: Sequence[Tensor]) -> ctypes.CDLL | No
         return None
     if any(span.dtype != torch.int64 or not span.is_contiguous() for span in spans):
         return None
-    lib = c_functions() if switched_on() else None
-    return lib if lib is not None and lib.attends() >= min(2, torch.get_num_threads()) else None
+    return wide_functions()
 
 
 def run(

@@ -17,11 +17,16 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from maskfx.ops.cache_folder import kept_folder
+from maskfx.ops.kernels.serves import switched_on
 
 log = logging.getLogger(__name__)
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("rows.c", "rings.c", "attention.c"))
+SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("rows.c", "rings.c", "attention.c", "linear.c")
+)
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
 # threads are those of the OpenMP library that PyTorch has loaded, so no library is linked
 THREADS = ("-fopenmp", "-nodefaultlibs", "-lc")
@@ -36,7 +41,8 @@ ARGUMENTS = {
     "ring_run": (P, N, N, N, P, N, D, P),
     "ring_leave": (P, N),
     "attend": (P, D),
-    "attends": (),
+    "few_rows_linear": (P,),
+    "wide": (),
 }
 BEYOND = -2  # the result of a function that was given rows that aren't there
 
@@ -57,6 +63,15 @@ def c_functions() -> ctypes.CDLL | None:
         names = ", ".join(source.name for source in SOURCES)
         log.info("%s can't compile %s: %s; plain operators run", compiler, names, error)
         return None
+
+
+def wide_functions() -> ctypes.CDLL | None:
+    """Return the functions if those in vectors of 512 bits run here, on PyTorch's threads.
+
+    None also where kernels are switched off.
+    """
+    lib = c_functions() if switched_on() else None
+    return lib if lib is not None and lib.wide() >= min(2, torch.get_num_threads()) else None
 
 
 def compiled(compiler: str, more: tuple[str, ...] = ()) -> Path:

@@ -12,6 +12,7 @@ from maskfx.ops.base import implement, plain_of
 from maskfx.ops.kernels.serves import switched_on
 from maskfx.ops.native.attention import attend, attend_part
 from maskfx.ops.native.build import BEYOND, c_functions
+from maskfx.ops.native.linear import few_rows_linear
 
 MOST = 1 << 18  # numbers; larger ones are shared by PyTorch's threads, if there are several
 
@@ -146,7 +147,10 @@ def packed(structures: Sequence[tuple[int, ...]]) -> tuple[object, int]:
 
 IMPLEMENTATIONS: dict[str, Callable[..., object]] = {
     function.__name__: function
-    for function in (group_scale, scale_shift, put_all, replace_all, attend, attend_part)
+    for function in (
+        *(group_scale, scale_shift, put_all, replace_all),
+        *(attend, attend_part, few_rows_linear),
+    )
 }
 
 

@@ -59,23 +59,36 @@ class Runner:
         self, module: fx.GraphModule, prepack: bool = False, packed: PackedWeights | None = None
     ) -> None:
         self._packed = WeakIdKeyDictionary() if packed is None else packed
-        rewritten = (partial(self._packed_call, module),) if prepack else ()
-        self._function = graph_function(module, *rewritten)
+        rewritten = self._packed_call if prepack else self._plain_call
+        self._function = graph_function(module, partial(rewritten, module))
 
     def __call__(self, fetch: Fetch) -> Any:
         return self._function(fetch)
 
     def _packed_call(self, module: fx.GraphModule, node: fx.Node) -> Call | None:
         """Return the product with a weight in the layout of the CPU's matrix library."""
-        if node.target not in PACKED:
+        origin = weight_of(module, node)
+        if origin is None:
             return None
         product, place = PACKED[node.target]
-        before, weight, after = node.args[:place], node.args[place], node.args[place + 1 :]
-        assert isinstance(weight, fx.Node)
-        origin = find(module, str(weight.target)) if weight.op == "get_attr" else None
-        if origin is None or not packs(origin):
-            return None
+        before, after = node.args[:place], node.args[place + 1 :]
         return product, (*before, packed_once(self._packed, origin), *after)
+
+    def _plain_call(self, module: fx.GraphModule, node: fx.Node) -> Call | None:
+        """Return a product that is quicker if rows are few."""
+        if node.target != aten.linear.default or weight_of(module, node) is None:
+            return None
+        return ops.linear, node.args
+
+
+def weight_of(module: fx.GraphModule, node: fx.Node) -> Tensor | None:
+    """Return the weight of a product, if it is the module's and worth another implementation."""
+    if node.target not in PACKED:
+        return None
+    weight = node.args[PACKED[node.target][1]]
+    assert isinstance(weight, fx.Node)
+    origin = find(module, str(weight.target)) if weight.op == "get_attr" else None
+    return origin if origin is not None and packs(origin) else None
 
 
 def packed_once(known: PackedWeights, origin: Tensor) -> PackedWeight:
@@ -91,7 +104,7 @@ PACKED: dict[object, tuple[Callable[..., Tensor], int]] = {
     ops.window_product: (packed_window_product, 3),
 }
 USUAL_ROWS = 256  # the layout suits products of about this number of rows
-WORTH = 100_000  # numbers; a packed product starts later, which smaller ones don't make up for
+WORTH = 100_000  # numbers; other products start later, which smaller ones don't make up for
 
 
 def packs(weight: Tensor) -> bool:
