@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 from maskfx.ops.base import define
 
 # rows of a product that is quicker in C than by a library, which brings the weight into its layout
-FEW = range(8, 129)
+FEW = range(8, 97)
 
 
 few_rows_linear = define(
