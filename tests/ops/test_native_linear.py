@@ -67,7 +67,10 @@ def test_rows_of_several_dimensions_keep_them() -> None:
     assert torch.equal(found.view(24, 7), ops.few_rows_linear(rows, weight, bias))
 
 
-@pytest.mark.parametrize("change", ["double", "strided rows", "strided weight", "half bias"])
+CHANGES = ["double", "strided rows", "strided weight", "half bias", "many rows"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_other_values_are_left_to_pytorch(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, weight, bias = (x.float() for x in drawn(24, 12, 7))
     if change == "double":
@@ -76,6 +79,8 @@ def test_other_values_are_left_to_pytorch(change: str, monkeypatch: pytest.Monke
         rows = torch.cat([rows, rows], 1)[:, ::2]
     elif change == "strided weight":
         weight = weight.t().contiguous().t()
+    elif change == "many rows":
+        rows = numbers(4000, 12).float()
     else:
         bias = torch.cat([bias, bias])[::2]
     called: list[object] = []

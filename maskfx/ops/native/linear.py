@@ -10,10 +10,13 @@ from torch import Tensor
 from maskfx.ops.base import plain_of
 from maskfx.ops.native.build import wide_functions
 
+MOST = 2048  # rows
+
 
 def few_rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     values = (rows, weight) if bias is None else (rows, weight, bias)
     served = all(x.dtype == torch.float32 and x.is_contiguous() for x in values)
+    served = served and rows.numel() <= MOST * rows.shape[-1]
     lib = wide_functions() if served else None
     if lib is None:
         found: Tensor = plain_of("few_rows_linear")(rows, weight, bias)
