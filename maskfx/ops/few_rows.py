@@ -34,6 +34,10 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def are_few(rows: Tensor) -> bool:
-    """Return True for rows of single precision on a CPU that are few, but not single ones."""
+    """Return True for rows of single precision on a CPU that are few, but not single ones.
+
+    Within `torch.autocast` products are in another precision.
+    """
     kind = rows.dtype == torch.float32 and rows.device.type == "cpu"
-    return kind and rows.numel() // max(rows.shape[-1], 1) in FEW
+    few = kind and rows.numel() // max(rows.shape[-1], 1) in FEW
+    return few and not torch.is_autocast_enabled("cpu")

@@ -135,6 +135,9 @@ def test_other_values_are_left_to_pytorch() -> None:
     assert attention.serving(rows, spans) is None, "double precision"
     assert attention.serving((single[0].transpose(1, 2), *single[1:]), spans) is None
     assert attention.serving(single, [span.int() for span in spans]) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention.serving(single, spans) is None
+    assert attention.serving(single, spans) is not None
 
 
 def test_without_openmp_several_threads_are_left_to_pytorch(

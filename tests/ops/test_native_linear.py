@@ -119,3 +119,10 @@ def test_graphs_multiply_few_rows_in_c(
         runs = Runner(module, prepack)
         torch.testing.assert_close(runs({"rows": values}.__getitem__)[0], root.inner(values))
     assert served == ([count] * 2 if 8 <= count <= 96 and not prepack else [])
+
+
+def test_autocast_decides_the_precision() -> None:
+    rows, weight, bias = (x.float() for x in drawn(24, 12, 7))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops.linear(rows, weight, bias).dtype == torch.bfloat16
+    assert ops.linear(rows, weight, bias).dtype == torch.float32

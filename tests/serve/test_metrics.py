@@ -29,6 +29,8 @@ NAMES: dict[str, tuple[type, tuple[str, ...]]] = {
     "cache_corrupt_total": (Counter, ("tier",)),
     "cache_expired_total": (Counter, ("tier",)),
     "cache_loads_total": (Counter, ("tier",)),
+    "cache_read_bytes_total": (Counter, ("tier",)),
+    "cache_read_seconds_total": (Counter, ("tier",)),
     "cache_lost_total": (Counter, ("tier",)),
     "cache_failures_total": (Counter, ("tier",)),
     "cache_usage_bytes": (Gauge, ("tier",)),

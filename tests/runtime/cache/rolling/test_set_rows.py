@@ -94,7 +94,7 @@ def test_replaces_what_tables_of_places_replace(
 ) -> None:
     """Also where only some members of a batch replace rows, which only tables of places know."""
     found = Pooled().write(some)
-    monkeypatch.setenv(SWITCH, "0")
+    monkeypatch.setattr(set_rows, "serves_chosen", lambda rows: False)
     wanted = Pooled().write(some)
     before, changed = Pooled().caches, 0
     for one, other, old in zip(found, wanted, before, strict=True):
