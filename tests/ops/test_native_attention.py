@@ -94,6 +94,18 @@ def test_scores_of_any_size_are_weighed() -> None:
         torch.testing.assert_close(found[1].double(), wanted[1].double(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("place", range(5), ids=["q", "k", "v", "cached k", "cached v"])
+def test_nan_is_not_lost(place: int) -> None:
+    rows, spans = drawn(7, **FORMS[0], pairs=1)
+    single = [x.float() for x in rows]
+    assert min(map(len, single)) > 0
+    single[place][0, 0, 0] = torch.nan
+    wanted = plain_of("attend")(*single, *spans, None, 1, False, None)
+    found = ops.attend(*single, *spans, None, 1, False, None)
+    assert wanted.isnan().any()
+    assert torch.equal(found.isnan(), wanted.isnan())
+
+
 def test_rows_within_wider_rows_are_read_where_they_are() -> None:
     (q, k, v, *rest), spans = drawn(2, **FORMS[0])
     wide = torch.cat([k, v], 2).float()

@@ -59,7 +59,7 @@ int wide(void)
 /* 2 to the power of numbers that are at most 0. */
 static inline vec power(vec x)
 {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
+    x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x); /* in this order NaN stays */
     vec whole = _mm512_roundscale_ps(x, 0), part = x - whole;
     vec found = part * 1.5403530e-4f + 1.3333558e-3f; /* the Taylor series */
     found = found * part + 9.6181291e-3f;
