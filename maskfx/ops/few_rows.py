@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from maskfx.ops.base import define
+from maskfx.ops.native.build import wide_functions
 
 # rows of a product that is quicker in C than by a library, which brings the weight into its layout
 FEW = range(8, 97)
@@ -27,7 +28,7 @@ def _few_rows_linear_formula(rows: Tensor, weight: Tensor, *args: object, **kwar
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `F.linear`, in C for few rows where that serves."""
-    if are_few(rows):
+    if are_few(rows) and wide_functions() is not None:
         found: Tensor = few_rows_linear(rows, weight, bias)
         return found
     return F.linear(rows, weight, bias)
